@@ -31,6 +31,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -121,6 +122,15 @@ class Stepped(NamedTuple):
     steps: int
 
 
+class Owed(Enum):
+    """Where u has what a wire has rounded off this rank's contributions, which later ones are to bring."""
+
+    NOWHERE = "there is nothing"
+    BESIDE = "u holds it beside w + P − X"
+    WAITING = "in P, as a finish has found it"
+    UNDER_WAY = "in P or X, of a contribution that nothing rounds"
+
+
 class Deltas:
     sums: Sums | None = None  # over those who hold these tensors, where these are not all ranks
 
@@ -169,8 +179,9 @@ class Deltas:
         self._samples = 0
         self._weight = self._buffer_weight = 0.0  # that our last contribution had
         self._given_worth = (0.0, 0.0)  # what its steps counted for
-        self._owed: torch.Tensor | None = None  # what the wire has rounded off it: u holds that over `_weight` ...
-        self._owed_apart = False  # ... beside w + P − X, and not in P
+        self._owed = Owed.NOWHERE
+        self._rounded_off: torch.Tensor | None = None  # what is owed ...
+        self._owed_weight = 0.0  # ... with this weight, over which u holds it
         self.has_moved = False  # u, by `apply`; whoever looks sets it back
         self.packed = (0, 0)  # samples and inner steps of our contribution to the newest round
         self._in_flight = False  # a contribution of ours is under way ...
@@ -181,8 +192,8 @@ class Deltas:
     @property
     def buffer_bytes(self) -> int:
         """Memory that delayed mode takes beside the weights."""
-        owed = 0 if self._owed is None else self._owed.nbytes
-        return owed + sum(b.values.nbytes for b in (self._anchor, self._pending, self._flight, self._correction))
+        rounded_off = 0 if self._rounded_off is None else self._rounded_off.nbytes
+        return rounded_off + sum(b.values.nbytes for b in (self._anchor, self._pending, self._flight, self._correction))
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -195,7 +206,7 @@ class Deltas:
         """w ← u: all ranks hold the same weights and nothing is under way."""
         torch._foreach_copy_(self._anchor.tensors, self._local)
         self._pending.empty = self._correction.empty = True
-        self._owed = None
+        self._owed = Owed.NOWHERE
 
     @property
     def holds_anchor(self) -> bool:
@@ -258,18 +269,21 @@ class Deltas:
         self._worth += worth
         self._merged_steps += made / lift
         pending.empty = not math.isfinite(total)
-        self._owed_apart = pending.empty
+        if self._owed in (Owed.BESIDE, Owed.WAITING):
+            self._owed = Owed.BESIDE if pending.empty else Owed.WAITING
         return total
 
     def withhold(self) -> None:
         """Nothing of P goes out."""
-        self._pending.empty = self._owed_apart = True
+        self._pending.empty = True
+        if self._owed is Owed.WAITING:
+            self._owed = Owed.BESIDE
 
     @torch.no_grad()
     def undo(self) -> None:
         """u ← w + P − X: what the task that is open has done is given up, whatever u is now."""
         self._land()
-        pending, correction, owed = self._pending, self._correction, self._owed_beside()
+        pending, correction, beside = self._pending, self._correction, self._owed_beside()
         for index, (run, w, p, x) in enumerate(
             zip(self._runs, self._anchor.pieces, pending.pieces, correction.pieces, strict=True)
         ):
@@ -278,8 +292,8 @@ class Deltas:
                 torch._foreach_add_(values, p)
             if not correction.empty:
                 torch._foreach_sub_(values, x)
-            if owed is not None:
-                torch._foreach_add_(values, owed.pieces[index])
+            if beside is not None:
+                torch._foreach_add_(values, beside.pieces[index])
             torch._foreach_copy_(run, values)
             if not self.exact:  # what u cannot hold stays in X
                 if correction.empty:
@@ -289,13 +303,23 @@ class Deltas:
         correction.empty &= self.exact
 
     def _owed_beside(self) -> Buffer | None:
-        """What u holds beside w + P − X, of what the wire has rounded off."""
-        if self._owed is None or not self._owed_apart:
+        """What u holds beside w + P − X, or None for nothing."""
+        if self._owed is not Owed.BESIDE:
             return None
-        buffer = Buffer(self._local, self._runs)
-        buffer.values.zero_()
-        torch.div(self._owed, self._weight, out=buffer.values[: self._weights])
-        return buffer
+        assert self._rounded_off is not None
+        beside = Buffer(self._local, self._runs)
+        beside.values.zero_()
+        torch.div(self._rounded_off, self._owed_weight, out=beside.values[: self._weights])
+        return beside
+
+    def _take_in(self) -> None:
+        """P ← P and what u holds beside it, where P is not of a contribution that is under way."""
+        if (beside := self._owed_beside()) is None:
+            return
+        if self._pending.empty:
+            self._pending.values.zero_()
+        self._pending.values.add_(beside.values)
+        self._pending.empty, self._owed = False, Owed.WAITING
 
     @torch.no_grad()
     def apply(self) -> bool:
@@ -330,10 +354,8 @@ class Deltas:
         which goes with no samples. False where that is nothing. Of a task that was dropped u holds more, but all take
         over w now."""
         self._land()
-        if (owed := self._owed_beside()) is not None:
-            self._pending.values.copy_(owed.values)
-            self._pending.empty = self._owed_apart = False
-        return self._owed is not None
+        self._take_in()
+        return self._owed is Owed.WAITING
 
     @property
     def packs_apart(self) -> bool:
@@ -364,14 +386,14 @@ class Deltas:
         if not (contribute and self._speaks) or pending.empty:
             flight.zero_()
         else:
-            weight_before = self._weight
             if self._steps:
                 self._buffer_weight = self._samples / (self._steps * batch)
                 no_step = not self._merged_steps
                 self._weight = self._buffer_weight if no_step else self._worth / (self._merged_steps * batch)
             torch.mul(pending.values[: self._weights], self._weight, out=addend)
-            if self._owed is not None and self._weight != weight_before:
-                addend.add_(self._owed, alpha=1 - self._weight / weight_before)
+            if self._owed is Owed.WAITING and self._weight != self._owed_weight:
+                assert self._rounded_off is not None
+                addend.add_(self._rounded_off, alpha=1 - self._weight / self._owed_weight)
             torch.mul(pending.values[self._weights :], self._buffer_weight, out=flight[self._weights :])
             first_added = flight.numel() - self._added
             flight[first_added:] = pending.values[first_added:]  # each increment counts once, of however many samples
@@ -393,12 +415,12 @@ class Deltas:
     def _owe(self, addend: torch.Tensor, wire: WireFormat) -> None:
         """What the wire rounds off the addend stays in u, over the weight that it has now: whatever weight the next
         contribution has, this part goes with its own, or progress would count for more or less than its samples."""
-        if wire == "float32" or not self._weight:
-            self._owed = None
-            return
-        self._owed = torch.sub(addend, round_trip(addend, wire), out=self._owed)
-        self._owed_apart = True
-        self._pending.values[: self._weights].sub_(self._owed, alpha=1 / self._weight)
+        if wire != "float32" and self._weight:
+            self._rounded_off = torch.sub(addend, round_trip(addend, wire), out=self._rounded_off)
+            self._pending.values[: self._weights].sub_(self._rounded_off, alpha=1 / self._weight)
+            self._owed, self._owed_weight = Owed.BESIDE, self._weight
+        elif self._owed is Owed.WAITING:
+            self._owed = Owed.UNDER_WAY
 
     def apply_sum(self) -> None:
         """w and X are to take over the sum; X loses our own part of it, which u holds already."""
@@ -439,7 +461,13 @@ class Deltas:
         self._flight, self._correction = correction, flight
         self.tail.changes = self._flight.tensors[self._first_buffer :]
         self._arrived = self._in_flight = self._folded = False
+        self._bring_owed()
         return True
+
+    def _bring_owed(self) -> None:
+        """The round of our contribution counts."""
+        if self._owed is Owed.UNDER_WAY:
+            self._owed = Owed.NOWHERE
 
     @property
     def velocity(self) -> torch.Tensor | None:
@@ -454,8 +482,8 @@ class Deltas:
     def take_back(self) -> None:
         """Our contribution that is under way was to a round that does not count: it is progress that no round has
         taken. What rounding took from the sums so far is given up: shards are other ranks' now; and what 16-bit weights
-        could not hold, where X holds that beside what has been folded, as at a drain. What the wire had rounded off
-        contributions before goes with the next one's weight."""
+        could not hold, where X holds that beside what has been folded, as at a drain. Where the wire has
+        rounded this one, what it had rounded off those before goes with the next one's weight."""
         self._land()
         self.residual = Residual()
         if not self._in_flight:
@@ -473,7 +501,11 @@ class Deltas:
         self._worth += worth
         self._merged_steps += merged_steps
         self._in_flight = self._folded = False
-        self._owed = None
+        if self._owed is Owed.UNDER_WAY:
+            self._owed = Owed.WAITING
+        else:
+            self._take_in()
+            self._owed = Owed.NOWHERE
 
     @torch.no_grad()
     def catch_up(self, anchor: torch.Tensor, velocity: torch.Tensor | None, travel: Sequence[int]) -> None:
@@ -496,6 +528,7 @@ class Deltas:
             self._outer.velocity = None if velocity is None else velocity.to(anchor.device, copy=True)
         self.tail.travel = list(travel)
         self._in_flight = self._folded = False
+        self._bring_owed()
 
     @contextmanager
     def showing(self, weights: torch.Tensor) -> Iterator[None]:

@@ -202,3 +202,45 @@ def test_a_task_that_is_undone_keeps_what_rounding_took_before(wire, landed, wit
     deltas.apply_sum()
     assert deltas.apply()
     torch.testing.assert_close(deltas.anchor, steps[0] * 6 / BATCH + steps[1] * 2 / BATCH, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
+@pytest.mark.parametrize("more", [False, True])
+def test_a_void_drain_is_made_again(wire, more):
+    """A rank has died within it: what rounding took before goes with the next, by its own samples."""
+    local, steps = [torch.zeros(40)], torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
+    deltas = Deltas(local)
+    local[0] += steps[0]
+    deltas.finish(6, 1)
+    flight = deltas.pack(True, BATCH, wire)
+    flight.copy_(round_trip(flight, wire))
+    deltas.apply_sum()
+    assert deltas.apply()
+    if more:
+        local[0] += steps[1]
+        deltas.finish(2, 1)
+    for counts in (False, True):
+        assert more or deltas.take_leftover()
+        deltas.pack(True, BATCH, "float32")
+        if not counts:
+            deltas.take_back()
+    deltas.apply_sum()
+    deltas.reset_to_anchor()
+    torch.testing.assert_close(deltas.anchor, (6 * steps[0] + 2 * more * steps[1]) / BATCH, rtol=1e-5, atol=1e-5)
+    assert not deltas.take_leftover()
+
+
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
+def test_a_void_contribution_that_was_rounded_goes_whole(wire):
+    """Also where nothing is finished before it goes again."""
+    local = [torch.zeros(40)]
+    deltas = Deltas(local)
+    progress = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    local[0] += progress
+    deltas.finish(4, 1)
+    deltas.pack(True, BATCH, wire)
+    deltas.take_back()
+    deltas.pack(True, BATCH, "float32")
+    deltas.apply_sum()
+    assert deltas.apply()
+    torch.testing.assert_close(deltas.anchor, progress / 2, rtol=1e-6, atol=1e-6)
