@@ -62,32 +62,47 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-CASES = (
-    Case(
-        name="mnist",
+def of_examples(name: str, **told: Any) -> Case:
+    """A script of pytorch/examples, in the folder of its name."""
+    return Case(
+        name=name,
         source=EXAMPLES,
-        folder="mnist",
+        folder=name,
         script="main.py",
         door="own loop",
-        words="--epochs 3 --batch-size {batch} --log-interval 1000",
         batch=32,
-        metric=r"Test set: Average loss: ([\d.]+)",
         falls=True,
-        material=digits.as_mnist,
-    ),
-    Case(
-        name="accelerate_nlp",
+        **told,
+    )
+
+
+def of_accelerate(**told: Any) -> Case:
+    """One of Accelerate's examples on MRPC."""
+    return Case(
         source=ACCELERATE,
-        folder="examples",
-        script="nlp_example.py",
         door="Accelerate",
-        words="--cpu",
         batch=12,
         metric=r"epoch \d: \{'accuracy': ([\d.]+)",
         falls=False,
         values=MRPC,
         around="sentences.in_place_of_glue",
         per_rank=True,
+        **told,
+    )
+
+
+CASES = (
+    of_examples(
+        name="mnist",
+        words="--epochs 3 --batch-size {batch} --log-interval 1000",
+        metric=r"Test set: Average loss: ([\d.]+)",
+        material=digits.as_mnist,
+    ),
+    of_accelerate(
+        name="accelerate_nlp",
+        folder="examples",
+        script="nlp_example.py",
+        words="--cpu",
     ),
     Case(
         name="peft_frod",
@@ -118,33 +133,17 @@ CASES = (
         around="sentences.in_place_of_alpaca",
         per_rank=True,
     ),
-    Case(
+    of_accelerate(
         name="accelerate_accumulation",
-        source=ACCELERATE,
         folder="examples/by_feature",
         script="gradient_accumulation.py",
-        door="Accelerate",
         words="--cpu --gradient_accumulation_steps 2",
-        batch=12,
-        metric=r"epoch \d: \{'accuracy': ([\d.]+)",
-        falls=False,
-        values=MRPC,
-        around="sentences.in_place_of_glue",
-        per_rank=True,
     ),
-    Case(
+    of_accelerate(
         name="accelerate_checkpointing",
-        source=ACCELERATE,
         folder="examples/by_feature",
         script="checkpointing.py",
-        door="Accelerate",
         words="--cpu --checkpointing_steps 50",
-        batch=12,
-        metric=r"epoch \d: \{'accuracy': ([\d.]+)",
-        falls=False,
-        values=MRPC,
-        around="sentences.in_place_of_glue",
-        per_rank=True,
     ),
     Case(
         name="nanogpt",
@@ -161,29 +160,17 @@ CASES = (
         material=texts.as_nanogpt,
         around="texts.blocks_in_the_jobs_order",
     ),
-    Case(
+    of_examples(
         name="mnist_rnn",
-        source=EXAMPLES,
-        folder="mnist_rnn",
-        script="main.py",
-        door="own loop",
         words="--epochs 4 --batch-size {batch} --log-interval 1000",
-        batch=32,
         metric=r"Test set: Average loss: ([\d.]+)",
-        falls=True,
         material=digits.as_mnist,
         tolerance=None,  # batch norm sees a rank's slice
     ),
-    Case(
+    of_examples(
         name="vae",
-        source=EXAMPLES,
-        folder="vae",
-        script="main.py",
-        door="own loop",
         words="--epochs 4 --batch-size {batch} --log-interval 1000",
-        batch=32,
         metric=r"Test set loss: ([\d.]+)",
-        falls=True,
         material=digits.as_mnist,
         around="noise.of_a_vae",
     ),
@@ -202,31 +189,19 @@ CASES = (
         material=digits.as_image_folder,
         around="digits.augmented_by_sample",
     ),
-    Case(
+    of_examples(
         name="dcgan",
-        source=EXAMPLES,
-        folder="dcgan",
-        script="main.py",
-        door="own loop",
         words="--dataset mnist --dataroot ../data --workers 0 --batchSize {batch} --niter 2 --manualSeed 1 "
         "--nz 16 --ngf 4 --ndf 4",
-        batch=32,
         metric=r"Loss_D: ([\d.]+)",  # of the last batch that was printed: the script looks at no held-out data
-        falls=True,
         material=digits.as_mnist,
         around="noise.of_a_gan",
     ),
-    Case(
+    of_examples(
         name="word_language_model",
-        source=EXAMPLES,
-        folder="word_language_model",
-        script="main.py",
-        door="own loop",
         words="--data text --model Transformer --use-optimizer --lr 3e-3 --clip 1 --epochs 4 --batch_size {batch} "
         "--emsize 32 --nhid 32 --nlayers 1 --dropout 0",
-        batch=32,
         metric=r"test ppl +([\d.]+)",
-        falls=True,
         material=texts.as_words,
     ),
     Case(

@@ -40,7 +40,7 @@ WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 def of_gradients(wire: WireFormat) -> WireFormat:
     """What gradients travel in, where progress does in `wire`: at least 8 bits. What a coarser one leaves for later no
     local weights hold meanwhile: a step, an evaluation and a checkpoint would lack it, a skipped step lose it."""
-    return "int8" if wire in ("int4", "int2", "top64") else wire
+    return "int8" if wire in BLOCKS and BLOCKS[wire].bits < BLOCKS["int8"].bits else wire
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,6 +240,8 @@ def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _unpacked(data: torch.Tensor, bits: int) -> torch.Tensor:
     """Float32 of bytes that `_packed` made; shifts of signed bytes carry the sign."""
+    if bits == 8:
+        return data.to(torch.float32)
     parts = [(data << (8 - bits * (number + 1))) >> (8 - bits) for number in range(8 // bits)]
     return torch.cat(parts, 1).to(torch.float32)
 
