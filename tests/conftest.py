@@ -12,7 +12,7 @@ from jobs import environment
 
 # A busy machine is no defect. A change is not refused for a rare case that has nothing to do with it: other examples
 # are for `--thorough`.
-settings.register_profile("always the same", deadline=None, derandomize=True)
+settings.register_profile("always the same", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("thorough", deadline=None)
 
 # A shell has what it puts in the background ignore SIGINT, and nohup SIGHUP; and so would the jobs that tests start.
@@ -33,8 +33,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("thorough"):
         return
     left_out = {item for item in items if item.get_closest_marker("thorough")}
+    of_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item not in left_out and item.get_closest_marker("each_value"):
+            of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for variants in of_test.values():
+        left_out |= set(variants) - each_value_once(variants)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def each_value_once(variants: list[pytest.Item]) -> set[pytest.Item]:
+    """So many variants of a test that each value of each parameter is in one of them at least ("each choice" of
+    combinatorial testing), with those together that have been least often so far."""
+    values = {item: [(name, id(value)) for name, value in item.callspec.params.items()] for item in variants}
+    often = {value: 0 for of_variant in values.values() for value in of_variant}
+    chosen: set[pytest.Item] = set()
+    while 0 in often.values():
+        new = [item for item in variants if any(often[value] == 0 for value in values[item])]
+        chosen.add(best := min(new, key=lambda item: sum(often[value] for value in values[item])))
+        for value in values[best]:
+            often[value] += 1
+    return chosen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -79,7 +79,12 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS)
+ALIKE = "control", "mlflow", "wandb", "fine-tuning"  # of others
+
+
+@pytest.mark.parametrize(
+    "start", [pytest.param(start, marks=[pytest.mark.thorough] * (start in ALIKE)) for start in STARTS]
+)
 def test_each_start_without_them_is_one_sentence(start: str, tmp_path: Path) -> None:
     names, call, sentence = STARTS[start]
     (tmp_path / "x").mkdir()

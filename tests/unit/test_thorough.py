@@ -17,6 +17,12 @@ import pytest
 @pytest.mark.parametrize("variant", ["always", pytest.param("asked for", marks=pytest.mark.thorough)])
 def test_something(variant):
     print("ran", variant)
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("colour", ["red", "green"])
+@pytest.mark.parametrize(("size", "of"), [(1, "a"), (2, "b"), (3, "c")])
+def test_each(colour, size, of):
+    print("tried", size, of, colour)
 """
 ENVIRONMENT = 'root=$(dirname "$here") interrupted=\nattended() { "$@"; }\n'
 CALLED = '#!/bin/sh\necho $PYTEST_ADDOPTS $* >>"$CALLS"\n'
@@ -32,6 +38,10 @@ def test_pytest_leaves_it_out_unless_asked(tmp_path: Path, asks: list[str]) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ran always" in done.stdout
     assert ("ran asked for" in done.stdout) == bool(asks)
+    tried = [line.split("tried ")[1] for line in done.stdout.splitlines() if "tried" in line]
+    assert len(tried) == (6 if asks else 3)
+    assert {tuple(each.split()[:2]) for each in tried} == {("1", "a"), ("2", "b"), ("3", "c")}
+    assert {each.split()[2] for each in tried} == {"red", "green"}
 
 
 @ASKS

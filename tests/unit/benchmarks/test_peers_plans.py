@@ -118,6 +118,7 @@ def test_memory_limits_only_those_that_cannot_accumulate_what_does_not_fit(peer)
     assert limits == ([1.0] * 2 + [None] * 6 if peer in cells.HETSYNC else [None] * job.ranks)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("peer", cells.PEERS)
 @pytest.mark.parametrize("workload", cells.WORKLOADS.values(), ids=lambda w: w.name)
 def test_recipes_are_what_hetsync_train_reads(peer, workload, tmp_path):

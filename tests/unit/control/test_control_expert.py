@@ -51,6 +51,7 @@ def job(
     return Job(config, Cluster("like", "made up", devices([1.0] * ranks)), ranks, landscape, BATCH / 0.2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("settings", [Settings(4, 0.25, 1), Settings(0, 0.25, 1), Settings(0, 0.25, 8)])
 @pytest.mark.parametrize("landscape", [NOISY, FADING])

@@ -21,6 +21,7 @@ def cluster(round_seconds):
     return Cluster("made up", "made up", (DeviceGroup("d", 4),), Link(0.0, bandwidth))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("slices_a_round", [0.1, 0.5, 1.0, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Prepared(model, found, data, alone)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("count", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 def test_stages_equal_one_process(prepared: Prepared, count: int, optimizer: str) -> None:
     """Unequal ones of every model, with uneven micro-batches and clipped gradients."""

@@ -101,6 +101,7 @@ def test_a_drain_settles_also_after_low_precision_rounds(wire):
         assert torch.equal(local[0], deltas[0].anchor)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("small", [1e-2, 2e-3, 5e-4])
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_steady_progress_arrives_however_small_beside_the_greatest(wire, small):

@@ -122,6 +122,7 @@ def idle(settings: Settings, slices: float, lengths: tuple[float, ...]) -> float
     return 1 - lengths[0] * (len(middle) - 1) / (middle[-1] - middle[0])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bound", range(1, 9))
 @pytest.mark.parametrize("slices", [0.01, 0.5, 0.95, 1.05, 1.5, 1.95, 2.05, 2.5, 2.95, 3.5, 6.0, 11.0])
 def test_it_costs_no_waits_however_long_a_round_takes(bound: int, slices: float) -> None:
@@ -130,6 +131,7 @@ def test_it_costs_no_waits_however_long_a_round_takes(bound: int, slices: float)
         assert idle(Settings(bound, 0.25, grace=grace), slices, (1.0,) * 4) <= without + 0.01
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bound", [3, 4, 6])
 @pytest.mark.parametrize("slices", [0.01, 0.7, 1.3, 1.9, 2.4, 5.0])
 @pytest.mark.parametrize("others", [(0.97, 1.03, 1.1), (1.3, 1.7, 2.4), (1.0, 1.0, 9.0)], ids=str)

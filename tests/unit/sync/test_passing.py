@@ -225,6 +225,7 @@ def run_rounds(rank: PlayedRank, fragments: int, seed: int) -> None:
             rank.shared.snapshot = None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("fragments", "outer"), [(1, None), (1, Nesterov(0.7, 0.9, BATCH)), (2, None)])

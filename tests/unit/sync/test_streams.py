@@ -110,7 +110,13 @@ JOBS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("settings", JOBS.values(), ids=JOBS)
+ALIKE = "synchronous, int8", "top64 on the wire", "synchronous, 16-bit", "outer optimizer"  # to others here
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(job, id=name, marks=[pytest.mark.thorough] * (name in ALIKE)) for name, job in JOBS.items()],
+)
 def test_no_stream_overtakes_another(sanitizer: Sanitizer, settings: Settings) -> None:
     settings = {"delay_bound": 4, **settings}
     train(sanitizer, **settings)

@@ -57,6 +57,7 @@ def seen(data: Any, bound: int, workers: int, change: Callable[[int], None]) -> 
     return found
 
 
+@pytest.mark.each_value
 @BOUNDS
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [Scaled, ScaledStream])

@@ -81,6 +81,7 @@ def test_contiguous_heeds_memory():
     assert blocks_of(found.placement) == [[[0, 1, 2], [3, 4, 5]]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("replicas", [None, ((0, 2), (1, 3))])
 @pytest.mark.parametrize("name", SEARCHES)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=4, max_size=6))
