@@ -90,7 +90,7 @@ def parse_recipe(
     recipes = [kept] if kept is not None else []
     if (named := look_ahead(parser, argv).get("recipe")) is not None:
         recipes.append(find_recipe(named))
-    parsed = parser.parse_args(words, namespace=_merged(parser, map(read_content, recipes)))
+    parsed = parser.parse_args(words, namespace=_merged(parser, parser.get_defaults(), map(read_content, recipes)))
     return _config_of(parser, parsed), parsed
 
 
@@ -106,14 +106,15 @@ def read_recipe(path: Path) -> Config:
 
 def recipe_of(content: Mapping[str, Any]) -> Config:
     """The recipe with these sections, with defaults for what they leave out. UserError where it cannot be."""
-    parser = _recipe_parser()
-    return _config_of(parser, _merged(parser, [content]))
+    parser, defaults = _parser_and_defaults()
+    return _config_of(parser, _merged(parser, defaults, [content]))
 
 
 @cache
-def _recipe_parser() -> RecipeParser:
-    """To make one takes a tenth of a second, which is most of what `hetsync.join` takes."""
-    return make_parser("", "")
+def _parser_and_defaults() -> tuple[RecipeParser, jsonargparse.Namespace]:
+    """To make them takes a tenth of a second, which is most of what `hetsync.join` takes."""
+    parser = make_parser("", "")
+    return parser, parser.get_defaults()
 
 
 def plain_words(words: Iterable[str]) -> list[str]:
@@ -141,11 +142,13 @@ def _plain_value(option: str, kind: Any, text: str) -> str:
     return str(int(float(text))) if whole and float(text).is_integer() else text
 
 
-def _merged(parser: RecipeParser, contents: Iterable[Mapping[str, Any]]) -> jsonargparse.Namespace:
+def _merged(
+    parser: RecipeParser, defaults: jsonargparse.Namespace, contents: Iterable[Mapping[str, Any]]
+) -> jsonargparse.Namespace:
     """Defaults, overridden by each content in turn."""
-    merged = parser.get_defaults()
+    merged = defaults.clone()
     for content in contents:
-        merged = parser.parse_object(dict(content), namespace=merged, defaults=False)
+        merged.update(parser.parse_object(dict(content), defaults=False))
     return merged
 
 
