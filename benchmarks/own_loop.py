@@ -1,7 +1,7 @@
 """What a script's own loop costs under HetSync: a lone rank against the same loop in plain PyTorch, and a loop of
-Lightning's or Fabric's against the same on one device.
+Lightning's or Fabric's against the same on one device; or, on several ranks in step, against DistributedDataParallel.
 
-    python -m benchmarks.own_loop [--launches 7] [--turns 30] [--milliseconds 5]
+    python -m benchmarks.own_loop [--launches 7] [--turns 30] [--milliseconds 5] [--ranks 1]
 
 An MLP whose step takes about so many milliseconds on one thread. A launch starts a process of each way; these take
 turns, in random order, a quarter of a second each, while the others wait: what else the machine does changes over
@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import hetsync
-from benchmarks.common.processes import environment
+from benchmarks.common.processes import end_groups, environment, launched_as
 from benchmarks.common.report import command, machine, spread
 from hetsync.files import write_atomically
 
@@ -40,7 +40,7 @@ BOUNDS = (0, 4)
 WAYS = {door: (door, None) for door in DOORS} | {
     f"{door}, D = {bound}": (door, bound) for door in DOORS for bound in BOUNDS
 }
-BATCH, FEATURES, WIDTH = 64, 64, 256
+BATCH, FEATURES, WIDTH = 64, 64, 256  # a batch is a rank's
 STEPS = 50  # of a turn
 WARM_UP = 2  # turns
 
@@ -74,16 +74,20 @@ def as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def plain_loader(steps: int) -> DataLoader[Any]:
+    """Of this rank's samples."""
     return DataLoader(Indexed(*material(steps)), BATCH, shuffle=True, collate_fn=as_it_is)
 
 
 class Turns:
-    """A loop's turns: each begins when a line is read, and ends with a line of its seconds."""
+    """A loop's turns: each begins when a line is read, and ends with a line of its seconds. Only the first rank reads:
+    the others wait for its gradients."""
 
     def __init__(self) -> None:
         self._began: float | None = None
 
     def next(self) -> None:
+        if launched_as()[0] > 0:
+            return
         if self._began is not None:
             print(time.perf_counter() - self._began, flush=True)
         sys.stdin.readline()
@@ -113,13 +117,20 @@ def take_turns(way: str, depth: int, turns: int) -> None:
 
 
 def loader_of(steps: int) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*material(steps)), BATCH, shuffle=True)
+    """Of all ranks' samples."""
+    _, ranks = launched_as()
+    return DataLoader(TensorDataset(*material(steps * ranks)), BATCH * ranks, shuffle=True)
 
 
 def own_loop(model: nn.Module, steps: int, bound: int | None) -> None:
     optimizer = optimizer_of(model)
     if bound is None:
+        if grouped := launched_as()[1] > 1:
+            torch.distributed.init_process_group("gloo")
+            model = nn.parallel.DistributedDataParallel(model)
         train(plain_loader(steps), model, optimizer, torch.Tensor.backward, Turns().next)
+        if grouped:
+            end_groups()
         return
     with hetsync.join(delay_bound=bound, progress=False) as job:
         model, optimizer, batches = job.prepare(model, optimizer, loader_of(steps))
@@ -132,13 +143,21 @@ def by_fabric(model: nn.Module, steps: int, bound: int | None) -> None:
 
     from hetsync.neighbours.fabric import FabricStrategy
 
-    fabric = (
-        Fabric(accelerator="cpu", devices=1) if bound is None else Fabric(strategy=FabricStrategy(delay_bound=bound))
-    )
+    fabric = Fabric(**(without_hetsync() if bound is None else {"strategy": FabricStrategy(delay_bound=bound)}))
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer_of(model))
-    batches = fabric.setup_dataloaders(plain_loader(steps) if bound is None else loader_of(steps))
+    batches = (
+        fabric.setup_dataloaders(plain_loader(steps), use_distributed_sampler=False)
+        if bound is None
+        else fabric.setup_dataloaders(loader_of(steps))
+    )
     train(batches, model, optimizer, fabric.backward, Turns().next)
+
+
+def without_hetsync() -> dict[str, Any]:
+    """Where a trainer runs."""
+    _, ranks = launched_as()
+    return {"accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
 
 
 def by_lightning(model: nn.Module, steps: int, bound: int | None) -> None:
@@ -162,11 +181,11 @@ def by_lightning(model: nn.Module, steps: int, bound: int | None) -> None:
     silent: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    where: dict[str, Any] = (
-        {"accelerator": "cpu", "devices": 1} if bound is None else {"strategy": HetSyncStrategy(delay_bound=bound)}
-    )
-    loader = plain_loader(steps) if bound is None else loader_of(steps)
-    Trainer(max_epochs=1, **silent, **where).fit(Learner(), loader)
+    if bound is None:
+        trainer = Trainer(max_epochs=1, use_distributed_sampler=False, **silent, **without_hetsync())
+        trainer.fit(Learner(), plain_loader(steps))
+    else:
+        Trainer(max_epochs=1, **silent, strategy=HetSyncStrategy(delay_bound=bound)).fit(Learner(), loader_of(steps))
 
 
 def depth_for(milliseconds: float) -> int:
@@ -185,10 +204,13 @@ def step_seconds(depth: int) -> float:
     return min(later - sooner for sooner, later in pairwise(moments)) / STEPS
 
 
-def launched(stack: ExitStack, way: str, depth: int, turns: int) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "benchmarks.own_loop", "--way", way, "--depth", str(depth), "--turns", str(turns)]
-    pipe = subprocess.PIPE
-    return stack.enter_context(subprocess.Popen(words, env=environment(), stdin=pipe, stdout=pipe, text=True))
+def launched(stack: ExitStack, way: str, depth: int, turns: int, ranks: int) -> subprocess.Popen[str]:
+    words = ["-m", "benchmarks.own_loop", "--way", way, "--depth", str(depth), "--turns", str(turns)]
+    env, pipe = environment(), subprocess.PIPE
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", env["MASTER_PORT"]]
+        words = torchrun + words
+    return stack.enter_context(subprocess.Popen([sys.executable, *words], env=env, stdin=pipe, stdout=pipe, text=True))
 
 
 def turn(way: str, job: subprocess.Popen[str]) -> float:
@@ -202,13 +224,13 @@ def turn(way: str, job: subprocess.Popen[str]) -> float:
     return float(said)
 
 
-def launch(depth: int, turns: int) -> dict[str, list[float]]:
-    """Seconds of a process of every way, by turn."""
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+def launch(ways: list[str], depth: int, turns: int, ranks: int) -> dict[str, list[float]]:
+    """Seconds of a job of every way, by turn."""
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:
-        jobs = {way: launched(stack, way, depth, WARM_UP + turns) for way in WAYS}
+        jobs = {way: launched(stack, way, depth, WARM_UP + turns, ranks) for way in ways}
         for _ in range(WARM_UP + turns):
-            for way in random.sample(list(WAYS), len(WAYS)):
+            for way in random.sample(ways, len(ways)):
                 seconds[way].append(turn(way, jobs[way]))
         for job in jobs.values():
             job.communicate("\n")
@@ -226,7 +248,7 @@ def ratios(launches: list[dict[str, list[float]]], way: str) -> list[float]:
 def table(launches: list[dict[str, list[float]]]) -> str:
     """Medians and ranges over launches."""
     lines = ["| | ms a step | ratio to the same loop without HetSync |", "| --- " * 3 + "|"]
-    for way in WAYS:
+    for way in launches[0]:
         steps = [1000 * statistics.median(found[way]) / STEPS for found in launches]
         lines.append(f"| {way} | {spread(steps, '.2f')} | {spread(ratios(launches, way), '.3f')} |")
     return "\n".join(lines) + "\n"
@@ -238,6 +260,7 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=7, help="of a process of every way")
     parser.add_argument("--turns", type=int, default=30, help=f"of {STEPS} steps in a launch")
     parser.add_argument("--milliseconds", type=float, default=5.0, help="that a plain step takes, about")
+    parser.add_argument("--ranks", type=int, default=1, help="of torchrun; several are measured in step only")
     parser.add_argument("--way", choices=list(WAYS), help="take turns here, each on a line of standard input")
     parser.add_argument("--depth", type=int, help="hidden layers, instead of --milliseconds")
     options = parser.parse_args()
@@ -245,7 +268,8 @@ def main() -> None:
     if options.way is not None:
         take_turns(options.way, depth, options.turns)
         return
-    launches = [launch(depth, options.turns) for _ in range(options.launches)]
+    ways = [way for way, (_, bound) in WAYS.items() if not bound or options.ranks == 1]
+    launches = [launch(ways, depth, options.turns, options.ranks) for _ in range(options.launches)]
     kept = {"command": command("own_loop"), "machine": machine(), "depth": depth, "launches": launches}
     write_atomically(options.output / "own_loop.json", json.dumps(kept))
     write_atomically(options.output / "own_loop.md", table(launches))

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.report import keep, publish, spread
-from hetsync.plane.base import WireFormat
+from hetsync.config.schema import WireFormat
 from hetsync.plane.wire import WIRE_FORMATS, decode, encode, encoded_bytes
 
 PACKED, UNPACKED, SENT = 2, 3, 2

@@ -19,8 +19,8 @@ from benchmarks.common.kept import results_of
 from benchmarks.common.report import grouped, publish, spread
 from benchmarks.studies.stability import BATCH, SAMPLES, TARGET, final, parser_of, simulated, times
 from benchmarks.studies.stability import Cell as Job
+from hetsync.config.schema import WireFormat
 from hetsync.emulation.cluster import load_cluster
-from hetsync.plane.base import WireFormat
 from hetsync.plane.wire import WIRE_FORMATS, encoded_bytes
 
 CLUSTERS = ("v100-p100-k80", "slow-link")

@@ -15,6 +15,7 @@ FIRST_QUORUM = 0.25  # where it follows what rounds cost
 MOST_FRAGMENTS = 64
 LARGE_VALUES = 1_000_000  # from which on a model has fragments by rule: a smaller one's rounds cost calls, not bytes
 FIRST_FRAGMENTS, MOST_RULED_FRAGMENTS = 2, 4
+WireFormat = Literal["float32", "bfloat16", "int8", "int4", "int2", "top64"]
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
@@ -271,7 +272,9 @@ class SyncConfig:
         rebalance: Let shares follow the measured speeds while training, where that gains over 5 %.
         wire: Number format of what travels, with error feedback: bfloat16 is half of float32's bytes, int8 a quarter,
             int4 an eighth, int2 a sixteenth, top64 (of each 4,096 values the 64 largest) a 124th. The last three are
-            for progress; gradients, at delay bound 0, go as int8 then. Rests travel as float32.
+            for progress; gradients, at delay bound 0, go as int8 then. Rests travel as float32. auto is float32, and,
+            at delay bound 1 and above, int8 where ranks wait for rounds, but not with a controller, or by a plan that
+            cuts the model.
         fragments: Of the weights (1 to 64; 1 with an outer optimizer, or by a plan that cuts the model): in delayed
             mode each round sums one, in turn, and a rest all. Fewer bytes a round, and each weight is merged more
             seldom: staleness is that of contributions, whose other fragments follow in the rounds after. auto is 2 from
@@ -291,7 +294,7 @@ class SyncConfig:
     least_slice: int = 2
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True
-    wire: Literal["float32", "bfloat16", "int8", "int4", "int2", "top64"] = "float32"
+    wire: Literal["auto", WireFormat] = "float32"
     fragments: int | Literal["auto"] = "auto"
     bucket_bytes: int = 4194304
     overlap: bool = True
@@ -360,12 +363,17 @@ class SyncConfig:
     @property
     def settled(self) -> SyncConfig:
         """By a plan that cuts the model: nothing follows what rounds cost."""
-        return replace(self, delay_bound=self.most_delay_bound, fragments=1)
+        return replace(self, delay_bound=self.most_delay_bound, fragments=1, wire=self.first_wire)
 
     @property
     def first_accumulation(self) -> int:
         """K at the start."""
         return 1 if self.accumulation == "auto" else self.accumulation
+
+    @property
+    def first_wire(self) -> WireFormat:
+        """At the start."""
+        return "float32" if self.wire == "auto" else self.wire
 
     @property
     def first_quorum(self) -> float:

@@ -6,10 +6,10 @@ Whatever else controllers are to decide joins `TUNED` and `Limits`; README.md sa
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetsync.errors import UserError
 from hetsync.sync.messages import Settings
@@ -69,7 +69,7 @@ class Actions:
         """`action` is DECREASE, KEEP or INCREASE for each of `TUNED`. Beyond a ladder's end nothing changes."""
         steps = dict(zip(TUNED, action, strict=True))
         changes = {name: moved(rungs, getattr(settings, name), steps[name]) for name, rungs in self.ladders.items()}
-        return replace(settings, **changes)
+        return _with(settings, changes)
 
     def towards(self, settings: Settings, goal: Settings) -> Settings:
         """One rung nearer to other settings, on every ladder."""
@@ -78,11 +78,15 @@ class Actions:
     def clipped(self, settings: Settings) -> Settings:
         """The same within the bounds."""
         ends = {name: (rungs[0], rungs[-1]) for name, rungs in self.ladders.items()}
-        return replace(settings, **{name: min(max(getattr(settings, name), lo), hi) for name, (lo, hi) in ends.items()})
+        return _with(settings, {name: min(max(getattr(settings, name), lo), hi) for name, (lo, hi) in ends.items()})
 
     def all(self, settings: Settings) -> list[Settings]:
         """Every combination of rungs, with the rest as in `settings`."""
-        return [replace(settings, **dict(zip(TUNED, rungs, strict=True))) for rungs in product(*self.ladders.values())]
+        return [_with(settings, dict(zip(TUNED, rungs, strict=True))) for rungs in product(*self.ladders.values())]
+
+
+def _with(settings: Settings, tuned: Mapping[str, Any]) -> Settings:
+    return replace(settings, **tuned)
 
 
 def direction(settings: Settings, goal: Settings) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hetsync.config.schema import WireFormat
 from hetsync.emulation.cluster import Cluster, Link
 from hetsync.errors import UserError
-from hetsync.plane.base import Channels, Handle, Plane, Residual, Sums, WireFormat
+from hetsync.plane.base import Channels, Handle, Plane, Residual, Sums
 from hetsync.plane.wire import bytes_of, encoded_bytes
 
 

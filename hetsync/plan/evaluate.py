@@ -125,7 +125,7 @@ class Evaluator:
         self._padding = np.array([cost.padding for cost in costs])
         self._padded_samples = np.array([cost.padded_samples for cost in costs])
         values = [-(-cost.weight_bytes // BYTES_PER_VALUE) for cost in costs]
-        self._wire_bytes = [encoded_bytes(number, training.sync.wire) for number in values]
+        self._wire_bytes = [encoded_bytes(number, training.sync.first_wire) for number in values]
         self._fragments = training.sync.for_model(sum(values)).first_fragments
         parts, sizes = self.figures[:, BACKWARD].tolist(), [BYTES_PER_VALUE * number for number in values]
         gradients = [GradientCost(*block) for block in zip(parts, sizes, self._wire_bytes, strict=True)]

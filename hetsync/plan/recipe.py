@@ -107,7 +107,7 @@ def check_cut_settings(config: Config) -> None:
     sync = config.sync
     refused = {
         "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
-        "sync.wire": (sync.wire != "float32", "give float32"),
+        "sync.wire": (sync.first_wire != "float32", "give float32"),
         "sync.fragments": (sync.fragments not in ("auto", 1), "leave it out"),
         "sync.outer.name": (sync.outer.name != "identity", "give identity"),
         "control.name": (config.control.name != "fixed", "give fixed"),

@@ -38,15 +38,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from hetsync.config.schema import WireFormat
 from hetsync.errors import UserError
 
 Told = TypeVar("Told")
 Allocate = Callable[[int, torch.device], torch.Tensor]  # so many float32 values there, flat and not cleared
-WireFormat = Literal["float32", "bfloat16", "int8", "int4", "int2", "top64"]
 
 
 class PlaneError(RuntimeError):

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, Residual, WireFormat
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import Handle, Plane, Residual
 from hetsync.plane.codec import Encoded, dumps
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetsync.config.schema import WireFormat
 from hetsync.errors import INTERNAL_ERROR, OwnMistakeError, cause
-from hetsync.plane.base import Handle, LostError, PlaneError, Residual, Sums, WireFormat, wait_limit
+from hetsync.plane.base import Handle, LostError, PlaneError, Residual, Sums, wait_limit
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.ending import leave, within
 from hetsync.plane.polled import Lane, PolledSums, Post, Waiting

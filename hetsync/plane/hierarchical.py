@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hetsync.plane.base import Residual, Sums, WireFormat
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import Residual, Sums
 from hetsync.plane.groups import GroupLane
 from hetsync.plane.polled import PolledSums, Queue, Step, Waiting, until
 from hetsync.plane.wire import deliver

@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from hetsync.config.schema import WireFormat
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, Handle, Messages, Plane, PlaneError, Residual, Sums, WireFormat
+from hetsync.plane.base import Channels, Handle, Messages, Plane, PlaneError, Residual, Sums
 from hetsync.plane.ending import leave
 from hetsync.plane.wire import decode, deliver, encode_sum, flat, round_trip
 

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from hetsync.plane.base import Handle, PlaneError, Residual, Sums, WireFormat
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import Handle, PlaneError, Residual, Sums
 from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import HostStaging, Test, at_once, staging_for

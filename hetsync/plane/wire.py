@@ -27,7 +27,8 @@ from typing import get_args
 
 import torch
 
-from hetsync.plane.base import PlaneError, Residual, WireFormat
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import PlaneError, Residual
 
 SCALE_BYTES = 4
 # On CPUs blocks are made of 1 MiB at a time, in the cache: page faults of whole temporaries cost twice the work.

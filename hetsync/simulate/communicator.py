@@ -68,7 +68,7 @@ class Communicator:
         traffic = scenario.traffic
         self._scenario = scenario
         self.link_slow_by = 1.0
-        wire = of_gradients(scenario.sync.wire)
+        wire = of_gradients(scenario.sync.first_wire)
         self._bucket_seconds = [scenario.link_seconds(values, wire) for values in traffic.buckets]
         self._bucket_shares = traffic.bucket_shares if scenario.sync.overlap else [1.0] * len(traffic.buckets)
         self._tail_seconds = scenario.link_seconds(traffic.tail)
@@ -154,9 +154,9 @@ class Communicator:
         scenario, traffic = self._scenario, self._scenario.traffic
         parts = scenario.sync.most_fragments
         summed = sum(start.sums(part, parts) for part in range(parts))
-        seconds = scenario.link_seconds(-(-traffic.weights * summed // parts))
+        seconds = scenario.link_seconds(-(-traffic.weights * summed // parts), start.wire)
         if traffic.buffers and start.sums(parts - 1, parts):
-            seconds += scenario.link_seconds(traffic.buffers)
+            seconds += scenario.link_seconds(traffic.buffers, start.wire)
         return seconds * self.link_slow_by
 
     def _delayed_summed(self, delayed: DelayedRound, interval: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hetsync.config.schema import Config
+from hetsync.config.schema import Config, WireFormat
 from hetsync.data import Data
 from hetsync.data.evaluation import evaluate_range
 from hetsync.data.ledger import length
@@ -18,7 +18,7 @@ from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
 from hetsync.models import going_by_steps
-from hetsync.plane.base import Residual, WireFormat
+from hetsync.plane.base import Residual
 from hetsync.plane.wire import decode, deliver, encode_sum, of_gradients, round_trip
 from hetsync.simulate.learner import Learner
 from hetsync.sync.buffers import Unruled
@@ -116,9 +116,6 @@ class ReplicaLearner(Learner):
             torch.manual_seed(hash((self._config.run.seed, rank, applied)) & (2**63 - 1))
             return torch.get_rng_state()
 
-    def _wire(self, drain: bool) -> WireFormat:
-        return "float32" if drain else self._config.sync.wire
-
     # Both modes.
 
     def begin_task(self, rank: int, task: Task) -> None:
@@ -170,19 +167,17 @@ class ReplicaLearner(Learner):
         self._pack(self._replicas[rank], start, contributes=True)
 
     def _pack(self, replica: Replica, start: StartRound, contributes: bool) -> None:
-        wire = self._wire(start.drain is not None)
-        replica.addends = replica.delayed().pack(start, contributes, self._config.data.batch_size, wire)
+        replica.addends = replica.delayed().pack(start, contributes, self._config.data.batch_size, start.wire)
 
     def sum_deltas(self, start: StartRound) -> None:
         for replica in self._replicas.values():
             replica.apply_sum()
             if not replica.addends:
                 self._pack(replica, start, contributes=False)
-        wire = self._wire(start.drain is not None)
         replicas = list(self._replicas.values())
         norms, norm = [0.0] * len(replicas), 0.0
         for place, parts in enumerate(zip(*(replica.delayed().summed for replica in replicas), strict=True)):
-            own, summed = sum_in_place([replica.addends[place] for replica in replicas], wire, parts[0].residual)
+            own, summed = sum_in_place([replica.addends[place] for replica in replicas], start.wire, parts[0].residual)
             norms = [before + more for before, more in zip(norms, own, strict=True)]
             norm += summed
             sum_tails([part.tail for part in parts])
@@ -204,7 +199,7 @@ class ReplicaLearner(Learner):
     # Synchronous rounds.
 
     def reduce_gradients(self, number: int, round_samples: int) -> None:
-        wire = of_gradients(self._config.sync.wire)
+        wire = of_gradients(self._config.sync.first_wire)
         gradients_by_rank = [replica.gradients for replica in self._replicas.values()]
         norms, norm = [0.0] * len(gradients_by_rank), 0.0
         for index, bucket in enumerate(gradients_by_rank[0].buckets):

@@ -10,10 +10,9 @@ import torch
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares, makespan
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import SyncConfig, WireFormat
 from hetsync.emulation.cluster import Cluster, Link
 from hetsync.emulation.link import LinkTimes
-from hetsync.plane.base import WireFormat
 from hetsync.simulate.polling import Runtime
 from hetsync.sync.gradients import make_buckets
 from hetsync.sync.milestones import Marks, Milestones, no_marks, rests_at
@@ -104,11 +103,9 @@ class Scenario:
         """What an allreduce of all ranks travels on."""
         return self.cluster.ring_link(range(len(self.ranks)))
 
-    def link_seconds(self, values: int, wire: WireFormat | None = None) -> float:
-        """One collective of so many values, at the first shares; on the wire of progress, or another."""
+    def link_seconds(self, values: int, wire: WireFormat = "float32") -> float:
+        """One collective of so many values, at the first shares."""
         if self.link == Link() or len(self.ranks) == 1:
             return 0.0
         slice_seconds = makespan(self.shares, [profile.time for profile in self.ranks])
-        return LinkTimes.of(self.link, len(self.ranks), 4 * self.traffic.values, slice_seconds).seconds(
-            values, wire or self.sync.wire
-        )
+        return LinkTimes.of(self.link, len(self.ranks), 4 * self.traffic.values, slice_seconds).seconds(values, wire)

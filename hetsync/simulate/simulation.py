@@ -143,7 +143,7 @@ class Simulation:
         assert self.now < math.inf, f"the simulation is stuck; it waits for ranks {machine.waited_for()}"
 
     def tune(self, settings: Settings) -> None:
-        """New K, D and q for the work handed out from now on; grace and fragments stay as they are."""
+        """New K, D and q for the work handed out from now on; all else stays as it is."""
         self._communicator.handle_events([SettingsChanged(settings)])
 
     def request_stop(self) -> None:

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, Residual, Sums, WireFormat
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import Handle, Plane, Residual, Sums
 from hetsync.plane.wire import bytes_of
 from hetsync.sync.device_order import DeviceOrder
 from hetsync.sync.tail import Tail

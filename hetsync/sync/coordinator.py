@@ -86,8 +86,8 @@ class Coordinator:
         guard: DelayGuard | None = None,
         batch: int | None = None,
     ) -> None:
-        """`rebalance`: shares follow the smoothed speeds. `rule`: K, q, grace and fragments follow what rounds cost,
-        unless somebody sets them.
+        """`rebalance`: shares follow the smoothed speeds. `rule`: D, K, q, grace, fragments and wire follow what rounds
+        cost, unless somebody sets them.
 
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_rounds_change` with what
         the rule has changed. `rebuild` makes the machine anew after a death. `on_left_out` is told what is about to be,
@@ -186,9 +186,9 @@ class Coordinator:
             self.handle([SettingsChanged(settings)])
 
     def _tuned(self, event: SettingsChanged) -> SettingsChanged:
-        """Somebody sets K, D and q: grace and fragments stay as asked for last, and the rule ends."""
+        """Somebody sets K, D and q: all else stays as asked for last, and the rule ends."""
         self._rule, self._guard, kept = None, None, self.settings
-        self.settings = replace(event.settings, fragments=kept.fragments, grace=kept.grace)
+        self.settings = replace(event.settings, fragments=kept.fragments, grace=kept.grace, wire=kept.wire)
         return SettingsChanged(self.settings)
 
     def _leave_out(self, event: TaskSpoiled) -> TaskLeftOut:

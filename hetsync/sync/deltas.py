@@ -36,9 +36,9 @@ from typing import NamedTuple
 
 import torch
 
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import SyncConfig, WireFormat
 from hetsync.errors import UserError
-from hetsync.plane.base import Allocate, Residual, Sums, WireFormat, allocate_anywhere
+from hetsync.plane.base import Allocate, Residual, Sums, allocate_anywhere
 from hetsync.plane.wire import round_trip
 from hetsync.sync.reals import allocated, count_reals, reals, summed_in
 from hetsync.sync.tail import Tail

@@ -19,7 +19,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from hetsync.plane.base import Allocate, WireFormat, allocate_anywhere
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import Allocate, allocate_anywhere
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints, Twins
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot, Stepped
 from hetsync.sync.messages import StartRound

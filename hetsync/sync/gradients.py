@@ -30,8 +30,9 @@ from typing import NamedTuple
 
 import torch
 
+from hetsync.config.schema import WireFormat
 from hetsync.errors import UserError, complain
-from hetsync.plane.base import Allocate, Residual, WireFormat, allocate_anywhere
+from hetsync.plane.base import Allocate, Residual, allocate_anywhere
 from hetsync.plane.wire import round_trip
 from hetsync.sync.buffers import Writes
 from hetsync.sync.loop_report import STEPS, LoopReport, Roles

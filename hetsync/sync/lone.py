@@ -15,9 +15,10 @@ from functools import partial
 
 import torch
 
+from hetsync.config.schema import WireFormat
 from hetsync.doubles import doubled
 from hetsync.errors import UserError
-from hetsync.plane.base import Residual, Sums, WireFormat
+from hetsync.plane.base import Residual, Sums
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.deltas import Snapshot, Stepped
 from hetsync.sync.gradients import AGAIN, Bucket, Stage, stage_places

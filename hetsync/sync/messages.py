@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hetsync.config.schema import SyncConfig, most_grace
+from hetsync.config.schema import SyncConfig, WireFormat, most_grace
 from hetsync.sync.milestones import Milestone
 
 if TYPE_CHECKING:  # or else whoever reads messages would load torch: the controller's process begins a second later
@@ -31,6 +31,7 @@ class Settings:
             parallel with bound D.
         accumulation: K, slices in one contribution.
         fragments: Of the weights, one of which a delayed round sums.
+        wire: Number format of what a round sums.
         grace: How many tasks after its first a rank may finish before a round that has its quorum stops waiting for
             ranks that have finished none (D > 0).
     """
@@ -40,6 +41,7 @@ class Settings:
     accumulation: int = 1
     fragments: int = 1
     grace: int = 0
+    wire: WireFormat = "float32"
 
     @property
     def synchronous(self) -> bool:
@@ -57,9 +59,10 @@ class Settings:
 
     @property
     def besides(self) -> str:
-        """Grace and fragments where there are any: the end of a sentence that names the others."""
+        """Grace, fragments and a wire where there are any: the end of a sentence that names the others."""
         grace = f", grace {self.grace}" if self.grace else ""
-        return grace + (f", {self.fragments} fragments" if self.fragments > 1 else "")
+        fragments = f", {self.fragments} fragments" if self.fragments > 1 else ""
+        return grace + fragments + (f", {self.wire} on the wire" if self.wire != "float32" else "")
 
 
 class Task(NamedTuple):
@@ -315,7 +318,8 @@ class StartRound(NamedTuple):
 
     `drain` names why everybody has come to rest, if they have; `final` says that no work will follow.
     `applied` is the number of samples applied before this round. With `evaluate` the weights that all share once the
-    round has landed are to be evaluated. A delayed round sums one of so many `fragments`, a drain all.
+    round has landed are to be evaluated. A delayed round sums one of so many `fragments`, on this `wire`; a drain
+    all, as they are.
     """
 
     number: int
@@ -326,6 +330,7 @@ class StartRound(NamedTuple):
     final: bool = False
     evaluate: bool = False
     fragments: int = 1
+    wire: WireFormat = "float32"
 
     def sums(self, part: int, parts: int) -> bool:
         """Does it sum this part of so many that the weights are cut into? Fragments take turns; a drain sums all."""
@@ -432,4 +437,5 @@ Message = EventBatch | InstructionBatch | GroupBatch | Probe | Ping | Alive | Lo
 
 def settings_of(sync: SyncConfig) -> Settings:
     bound = NO_BOUND if sync.first_delay_bound is None else sync.first_delay_bound
-    return Settings(bound, sync.first_quorum, sync.first_accumulation, sync.first_fragments, sync.first_grace)
+    fragments, grace = sync.first_fragments, sync.first_grace
+    return Settings(bound, sync.first_quorum, sync.first_accumulation, fragments, grace, sync.first_wire)

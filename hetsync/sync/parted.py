@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hetsync.plane.base import WireFormat
+from hetsync.config.schema import WireFormat
 from hetsync.sync.deltas import Deltas, Stepped
 from hetsync.sync.messages import StartRound
 

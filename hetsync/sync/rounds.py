@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from hetsync.plane.base import Plane, Sums, WireFormat
+from hetsync.plane.base import Plane, Sums
 from hetsync.plane.wire import of_gradients
 from hetsync.sync.collectives import PendingCollectives, read
 from hetsync.sync.deltas import Snapshot
@@ -142,7 +142,6 @@ class Rounds:
     def _delayed_round(self, start: StartRound) -> Iterator[None]:
         shared = self._shared
         contribute = self._plane.rank in start.contributors
-        wire: WireFormat = "float32" if start.drain else self._options.wire
         began = time.monotonic()
         with shared.changed:
             deltas = shared.delayed_mode()
@@ -151,10 +150,10 @@ class Rounds:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
             with shared.order.passing(deltas.packs_apart(start)):
-                addends = deltas.pack(start, contribute, self._options.batch, wire)
+                addends = deltas.pack(start, contribute, self._options.batch, start.wire)
             shared.followers.tell(Joined(start, contribute))
         parts, packed = deltas.summed, deltas.packed
-        self._pending.post_addends(parts, addends, wire)
+        self._pending.post_addends(parts, addends, start.wire)
         self._listener.flush()
         yield from self._sum_tails(*((part.tail, part.sums) for part in parts))
         yield from self._report_norm(start, *packed)
@@ -196,7 +195,7 @@ class Rounds:
         yield from self._complete_round(start, began, 0, samples, spoiled)
 
     def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:
-        gradients, wire = self.gradients, of_gradients(self._options.wire)
+        gradients, wire = self.gradients, of_gradients(start.wire)
         for index in range(stage.first, stage.stop):
             yield from self._until_released()
             with self._shared.order:

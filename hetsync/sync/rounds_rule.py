@@ -3,13 +3,13 @@
 Ranks tell with each task how long it has kept them: by its own work, and by waits (`TaskFinished`). Where the delay
 bound is by rule a job begins synchronous. Where ranks wait there for longer than delay costs, they go on without. Then
 nobody sees any more what they would wait for: so the rule looks back, for a window of synchronous training, ever more
-seldom. In delayed mode four things make synchronisation less. A greater quorum q, of half a full set, lets a round wait
+seldom. In delayed mode five things make synchronisation less. A greater quorum q, of half a full set, lets a round wait
 for more contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait
-for all, or until a rank has finished a second task: about one. Twice the fragments of a large model halve what a round
-sums, and so the time that the link takes for it. Twice the K is half of the work, and lets a rank run twice as many
-slices ahead, so that it need not wait for a slow link. All part local weights further between two rounds, which costs
-progress a sample, K most, and the more so at a high learning rate: so a rise must promise more than it costs
-(docs/results/rounds.md, fragments.md).
+for all, or until a rank has finished a second task: about one. A coarser wire and twice the fragments of a large model
+make what a round sends a quarter and half, and so the time that the link takes for it. Twice the K is half of the work,
+and lets a rank run twice as many slices ahead, so that it need not wait for a slow link. All but the wire part local
+weights further between two rounds, which costs progress a sample, K most, and the more so at a high learning rate: so a
+rise must promise more than it costs (docs/results/rounds.md, fragments.md, wires.md).
 
 Pure: no clock, and the simulator runs the same.
 """
@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from hetsync.config.schema import RULED_DELAY_BOUND, SyncConfig, most_grace
+from hetsync.config.schema import RULED_DELAY_BOUND, SyncConfig, WireFormat, most_grace
 from hetsync.sync.messages import NO_BOUND, Settings, settings_of
 
-RULED = ("delay_bound", "accumulation", "quorum", "grace", "fragments")
+RULED = ("delay_bound", "accumulation", "quorum", "grace", "fragments", "wire")
 SAVED_BY_DELAY = 0.5  # of rounds' work; all of waits
 DELAY_COSTS = 0.1  # of the time to a target, where nobody waits (docs/results/stability.md)
 ADAPTIVE_DELAY_COSTS = 0.5  # of Adam and its kin, and of any optimizer that is not known
@@ -35,6 +35,8 @@ RULED_GRACE = 1
 SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
 GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
 GRACE_COSTS_FRAGMENTED = 0.05  # beside two fragments (docs/results/fragments.md)
+RULED_WIRE: WireFormat = "int8"
+WIRE_COSTS = 0.02  # of the time to a target: none was seen (docs/results/wires.md)
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target by four in place of two; 0.08 with grace
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
@@ -55,8 +57,8 @@ LASTING_WINDOWS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoundsChange:
-    """D, K, q, grace and fragments from `round` on, and why: synchronisation's own work and waits, over what devices
-    compute."""
+    """D, K, q, grace, fragments and wire from `round` on, and why: synchronisation's own work and waits, over what
+    devices compute."""
 
     round: int
     delay_bound: int
@@ -64,6 +66,7 @@ class RoundsChange:
     quorum: float
     grace: int
     fragments: int
+    wire: WireFormat
     work: float
     waits: float
     reason: str
@@ -78,8 +81,9 @@ class RoundsChange:
 
 
 class Rise(NamedTuple):
-    """Of one key of the settings, from a value to a greater one: the parts of work and of waits that it saves, and how
-    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that."""
+    """Of one key of the settings, from a value to a greater one, or to a wire of fewer bytes: the parts of work and of
+    waits that it saves, and how much of a slice it must save. `not_with_grace`: rounds that have it wait for more than
+    that."""
 
     key: str
     before: Any
@@ -95,14 +99,14 @@ class Rise(NamedTuple):
         return self.key == "delay_bound"
 
     def is_made(self, settings: Settings) -> bool:
-        return bool(getattr(settings, self.key) >= self.value)
+        return _level(getattr(settings, self.key)) >= _level(self.value)
 
     def is_next(self, settings: Settings) -> bool:
         if self.not_with_grace and settings.grace_within_bound:
             return False
         if settings.synchronous and not self.delays:
             return False
-        return bool(self.before <= getattr(settings, self.key) < self.value)
+        return _level(self.before) <= _level(getattr(settings, self.key)) < _level(self.value)
 
     def made(self, settings: Settings) -> Settings:
         return replace(settings, **{self.key: self.value})
@@ -112,6 +116,11 @@ class Rise(NamedTuple):
 
     def saving(self, work: float, waits: float) -> float:
         return self.work_saved * work + self.waits_saved * waits
+
+
+def _level(value: Any) -> float:
+    """By which values of a key are compared."""
+    return float(get_args(WireFormat).index(value) if isinstance(value, str) else value)
 
 
 def delay_costs(adaptive: bool) -> float:
@@ -132,6 +141,8 @@ def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
     if sync.grace == "auto" and first.quorum <= GREATER_QUORUM and most_grace(first.delay_bound) >= RULED_GRACE:
         costs = GRACE_COSTS if first.fragments == 1 else GRACE_COSTS_FRAGMENTED
         rises.append(Rise("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, costs))
+    if sync.wire == "auto":
+        rises.append(Rise("wire", first.wire, RULED_WIRE, 0.0, 1.0, WIRE_COSTS))
     if sync.fragments == "auto":
         saves = (SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS)
         rises.append(Rise("fragments", first.fragments, sync.most_fragments, *saves))
@@ -208,7 +219,7 @@ class RoundsRule:
         self._trials = {rise: trials for rise, trials in self._trials.items() if not rise.delays}
         self._promised, self._delayed = None, 0
         self._settle(version)
-        new = replace(settings, delay_bound=0, accumulation=1)
+        new = self._in_step(settings)
         ruled = {key: getattr(new, key) for key in RULED}
         return RoundsChange(round=version, work=0.0, waits=0.0, reason=f"{reason}: {called(new)}", **ruled)
 
@@ -267,7 +278,7 @@ class RoundsRule:
             trials.retry_in -= 1
         if self._looks_back(settings):
             # K slices of one contribution would be as many times the batch.
-            return replace(settings, delay_bound=0, accumulation=1), ", to see what they take without delay"
+            return self._in_step(settings), ", to see what they take without delay"
         for rise, trials in self._trials.items():
             saving, steadily = rise.saving(work, waits), rise.saving(work, steady)
             if rise.is_next(settings) and self._lasts(rise, saving, steadily) and trials.retry_in <= 0:
@@ -277,6 +288,12 @@ class RoundsRule:
                 return rise.made(settings), ""
         self._synchronous += settings.synchronous
         return settings if settings.synchronous else self._calmed(settings, work + waits), ""
+
+    def _in_step(self, settings: Settings) -> Settings:
+        """Without delay, and what goes with it: gradients as exact as ever."""
+        wires = (rise for rise in self._trials if rise.key == "wire" and rise.is_made(settings))
+        settings = next((rise.taken_back(settings) for rise in wires), settings)
+        return replace(settings, delay_bound=0, accumulation=1)
 
     def _lasts(self, rise: Rise, saving: float, steadily: float) -> bool:
         """Is it worth its costs, and not for a moment only? Ranks that have waited from the start, in more than one
@@ -299,8 +316,9 @@ class RoundsRule:
 
     def _calmed(self, settings: Settings, overhead: float) -> Settings:
         """With the last rise taken back, where it has long been of little use."""
+        # Where there are no waits nothing tells what a wire saves.
         made = (rise for rise in reversed(self._trials) if rise.is_made(settings) and not rise.delays)
-        last = next(made, None)
+        last = next((rise for rise in made if rise.work_saved), None)
         if last is None or overhead >= LOWER_AT * last.costs / last.work_saved / 2:  # about half is left of that
             self._calm = 0
             return settings

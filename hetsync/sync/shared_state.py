@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetsync.plane.base import Allocate, WireFormat, allocate_anywhere
+from hetsync.plane.base import Allocate, allocate_anywhere
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import DeviceOrder
@@ -42,7 +42,6 @@ class EngineOptions:
     others outlive that; None: never."""
 
     batch: int
-    wire: WireFormat = "float32"
     fragments_for: Callable[[int], int] = lambda values: 1
     bucket_bytes: int = 4 * 2**20
     overlap: bool = True

@@ -573,8 +573,8 @@ class RoundStateMachine:
         reaches = self.ledger.frontier if synchronous else self.ledger.applied + self._membership.ready_samples
         evaluate = self.snapshots.due(reaches)
         number, self._next_round = self._next_round, self._next_round + 1
-        fragments = self.settings.fragments
-        started = StartRound(number, members, self.ledger.applied, synchronous, drain, final, evaluate, fragments)
+        fragments, wire = self.settings.fragments, "float32" if drain is not None else self.settings.wire
+        started = StartRound(number, members, self.ledger.applied, synchronous, drain, final, evaluate, fragments, wire)
         if evaluate and drain is None:  # at rest they evaluate together
             self.snapshots.request(number, self.members)
         self._rounds[number] = Round(started, set() if synchronous else set(members), samples)

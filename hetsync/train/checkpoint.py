@@ -19,12 +19,13 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from hetsync.config.schema import WireFormat
 from hetsync.errors import UserError, complain
 from hetsync.files import DiskError, flush_to_disk, sha256_of
 from hetsync.plane.base import Plane, decided_by_first
@@ -64,6 +65,7 @@ class Progress:
     accumulation: int
     fragments: int = 1
     grace: int = 0
+    wire: WireFormat = "float32"
     train_seconds: float
 
     @property
@@ -306,6 +308,8 @@ def _checked_progress(path: Path, values: Mapping[str, Any]) -> Progress:
     ):
         if not _is_count(getattr(progress, key), least):
             raise ValueError(f"{key} is {getattr(progress, key)}")
+    if progress.wire not in get_args(WireFormat):
+        raise ValueError(f"wire is {progress.wire}")
     shares = progress.shares
     if len(shares) != progress.ranks or not all(_is_count(share) for share in shares) or not sum(shares):
         raise ValueError(f"shares are {list(shares)} of {progress.ranks} ranks")

@@ -19,9 +19,10 @@ import torch
 
 from hetsync.balance.device import Device
 from hetsync.config.faults import InjectedFault, When
+from hetsync.config.schema import WireFormat
 from hetsync.errors import announce
 from hetsync.files import DiskError
-from hetsync.plane.base import Handle, Plane, Residual, WireFormat
+from hetsync.plane.base import Handle, Plane, Residual
 from hetsync.plane.faulty import Damage, Delay, Drop, Fault, FaultyPlane, NeverStruckError
 from hetsync.sync.messages import StartRound
 

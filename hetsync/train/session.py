@@ -236,7 +236,6 @@ class Session:
             self.model,
             EngineOptions(
                 batch=terms.batch_size,
-                wire=sync.wire,
                 bucket_bytes=sync.bucket_bytes,
                 overlap=sync.overlap,
                 timeout_seconds=timeout_seconds,
@@ -659,8 +658,8 @@ class Session:
         return self._clock.seconds()
 
     def tune(self, settings: Settings) -> None:
-        """On any rank: new K, D and q for the work handed out from now on. Grace and fragments stay as they are, and no
-        rule changes anything any more (the controller's handle)."""
+        """On any rank: new K, D and q for the work handed out from now on. All else stays as it is, and no rule
+        changes anything any more (the controller's handle)."""
         self.engine.report(SettingsChanged(settings))
 
     # At rest.

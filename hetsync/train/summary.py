@@ -298,6 +298,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "accumulation": settings.accumulation,
         "fragments": settings.fragments,
         "grace": settings.grace,
+        "wire": settings.wire,
         "rounds_changes": [change.told for change in run.rounds_changes],
         "metrics": dict(run.metrics),
         "anchor_sha256": run.anchor_sha256,

@@ -362,7 +362,12 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+ALIKE = "model", "batch", "unreadable sample"  # to others
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in ALIKE)) for name in TOGETHER]
+)
 def test_a_mistake_is_said_once(name: str, folder: Path) -> None:
     words, ranks, sentence = TOGETHER[name]
     (folder / "one.yaml").write_text("name: one\nsource: none\ndevices: [{name: a}]\n")
@@ -372,6 +377,7 @@ def test_a_mistake_is_said_once(name: str, folder: Path) -> None:
     assert name != "model" or not (folder / "run").exists()
 
 
+@pytest.mark.thorough
 def test_mpi_that_a_script_has_started_without_threads(folder: Path) -> None:
     """Where HetSync starts MPI it asks for them itself."""
     program = [sys.executable, "-c", "from mpi4py import MPI\nimport hetsync\nhetsync.join()"]

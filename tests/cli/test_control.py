@@ -28,6 +28,7 @@ def test_a_policy_for_a_cluster_and_a_recipe(tmp_path: Path, capsys: pytest.Capt
     assert f"wrote {output}" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_policy_for_measured_hosts(tmp_path: Path) -> None:
     """Whose links are by the names of hosts, and tell their bandwidth."""
     profile = tmp_path / "cluster.yaml"

@@ -54,6 +54,7 @@ def test_an_mpi_that_does_not_load_is_a_problem_told_once(tmp_path: Path) -> Non
     assert "nothing stops training here" not in done.out
 
 
+@pytest.mark.thorough
 def test_ranks_that_mpi_does_not_know_of(tmp_path: Path) -> None:
     """Under mpirun -np 1 as a launcher of two ranks that this MPI does not understand."""
     done = examined(tmp_path, [*mpirun(1), "env", "OMPI_COMM_WORLD_SIZE=2"])

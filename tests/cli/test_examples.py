@@ -36,6 +36,7 @@ def test_plain(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "best.pt").exists()
 
 
+@pytest.mark.thorough
 def test_with_hetsync(tmp_path: Path) -> None:
     assert accuracy([*mpirun(2), sys.executable], "after.py", tmp_path / "run") > LEAST_ACCURACY
     best = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
@@ -44,12 +45,14 @@ def test_with_hetsync(tmp_path: Path) -> None:
     assert summary["samples_applied"] == summary["samples_expected"] == 8 * 1437
 
 
+@pytest.mark.thorough
 def test_with_ddp(tmp_path: Path) -> None:
     words = [program("torchrun"), "--standalone", "--nproc-per-node", "2"]
     assert accuracy(words, "ddp.py", tmp_path / "run", ABORTED_AT_THE_END) > LEAST_ACCURACY
     assert (tmp_path / "run" / "best.pt").exists()
 
 
+@pytest.mark.thorough
 def test_with_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     words = [program("accelerate"), "launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
@@ -58,6 +61,7 @@ def test_with_accelerate(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "best.pt").exists()
 
 
+@pytest.mark.thorough
 def test_with_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     folder = tmp_path / "run"
@@ -94,6 +98,7 @@ def test_a_script_of_accelerates_with_another_import(tmp_path: Path) -> None:
     assert float(re.findall(r"accuracy ([\d.]+)", done.out)[-1]) > LEAST_ACCURACY
 
 
+@pytest.mark.thorough
 def test_the_trainer_with_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     words = [*mpirun(2), sys.executable, str(EXAMPLES / "trainer_lora.py")]

@@ -26,7 +26,7 @@ def test_copies_beside_kernels_are_measured_in_unions() -> None:
 
 FIRST = [part.name for part in Visit(True, Path()).parts(False)]
 SECOND = [part.name for part in Visit(True, Path()).parts(True)]
-LONG = ("speed", "races")
+LONG = ("speed", "races", "waits", "memory", "death")
 VISITS = [pytest.param(name, [], id=name, marks=[pytest.mark.thorough] * (name in LONG)) for name in FIRST]
 VISITS += [pytest.param(name, ["--second"], id=f"second-{name}", marks=pytest.mark.thorough) for name in SECOND]
 

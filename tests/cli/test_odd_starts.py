@@ -50,6 +50,7 @@ def test_closed_streams_lose_no_run(tmp_path: Path, streams: str) -> None:
     assert (tmp_path / "ended").read_text() == "16"
 
 
+@pytest.mark.thorough
 def test_workers_of_a_script_from_standard_input_need_nothing_of_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PLAIN.format(workers=2))
     done = shell('"$PYTHON" - < script.py', tmp_path)
@@ -64,6 +65,7 @@ def test_what_such_a_script_defines_is_a_sentence(tmp_path: Path) -> None:
     assert "a data worker does not find what the script defines, which was read from standard input" in done.stderr
 
 
+@pytest.mark.thorough
 def test_workers_hand_over_tensors_though_tmpdir_is_long(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 150)
     long.mkdir()

@@ -109,6 +109,7 @@ def test_what_the_answer_leaves_out() -> None:
     assert len(gain_sentences(jittery, shaky[:1], gain)) == 1
 
 
+@pytest.mark.thorough
 def test_large_clusters_are_not_shown_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = tmp_path / "large.yaml"
     large.write_text("name: large\nsource: none\ndevices: [{name: a, count: 64}]\n")

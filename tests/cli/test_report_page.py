@@ -315,6 +315,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return page_of(make_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_fits_and_nothing_is_wrong(browser: Any, path: Path, width: str, scheme: str) -> None:
@@ -384,6 +385,7 @@ def test_the_timeline_tells_each_task_in_its_place(browser: Any, path: Path) -> 
     shown.close()
 
 
+@pytest.mark.thorough
 def test_thousands_of_slices_of_64_ranks_are_few_rectangles(browser: Any, tmp_path: Path) -> None:
     """Together where all are in sight, one by one where the range is narrow."""
     for rank in range(64):
@@ -401,6 +403,7 @@ def test_thousands_of_slices_of_64_ranks_are_few_rectangles(browser: Any, tmp_pa
     shown.close()
 
 
+@pytest.mark.thorough
 def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("one", "other")]
     shown = Shown(browser, page_of(*runs))

@@ -100,6 +100,7 @@ def test_an_evaluation_that_fails_comes_after_the_save() -> None:
     assert summary_of(Path("run"))["status"] == "finished"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bound", [0, 4])
 def test_checkpoints_by_time(bound: int) -> None:
     words = ["--run.samples", 3200, "--data.name", "mine:slow", "--run.keep_checkpoints", 99]

@@ -28,9 +28,9 @@ from training import (
 )
 
 from hetsync.balance.device import RealDevice
-from hetsync.config.schema import OuterConfig, SyncConfig
+from hetsync.config.schema import OuterConfig, SyncConfig, WireFormat
 from hetsync.emulation.link import EmulatedLink
-from hetsync.plane.base import Plane, WireFormat
+from hetsync.plane.base import Plane
 from hetsync.plane.faulty import Delay, FaultyPlane
 from hetsync.plane.local import LocalPlane
 from hetsync.sync.messages import Settings

@@ -13,7 +13,8 @@ import pytest
 import torch
 from planes import BACKENDS, Finish, addend, addends, assert_same_bits
 
-from hetsync.plane.base import Plane, PlaneError, Residual, WireFormat
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import Plane, PlaneError, Residual
 from hetsync.plane.wire import WIRE_FORMATS, round_trip
 
 pytestmark = pytest.mark.mpi

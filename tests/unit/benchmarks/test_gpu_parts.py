@@ -100,12 +100,14 @@ def test_a_part_that_fails_takes_nothing_of_the_others(tmp_path: Path) -> None:
     assert told.endswith("## good\n\nwhat it found\n")
 
 
+@pytest.mark.thorough
 def test_what_parts_before_have_spared_is_a_late_parts(tmp_path: Path) -> None:
     slow = part("import time; time.sleep(7)", limit=5, name="slow")
     assert not visit([slow], tmp_path, time.monotonic() + LONG)
     assert visit([part("", limit=20, name="quick"), slow], tmp_path, time.monotonic() + LONG)
 
 
+@pytest.mark.thorough
 def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
     told = f"import os; os.environ['{LIMIT}'] = str(float(os.environ['{LIMIT}']) - 2)"  # it has little time here
     hangs = f"{told}\nfrom benchmarks.gpu.kept import tell_where_it_hangs\ntell_where_it_hangs()"

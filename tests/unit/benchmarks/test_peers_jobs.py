@@ -272,6 +272,7 @@ def loss_of_one_process():
     return evaluate_range(model, source, 0, len(source.test))["loss"] / len(source.test)
 
 
+@pytest.mark.thorough
 def test_ddp_by_speed_is_one_process_with_the_whole_batch(tmp_path):
     figures = run_on_two_ranks("ddp-by-speed", tmp_path)
     assert sum(rank["samples"] for rank in figures["per_rank"]) == SAMPLES

@@ -19,6 +19,7 @@ def searched(arm, objective, near=1, **more):
     return {**CELL, "arm": arm, "objective": objective, "course": [(1, 9.0), (near, objective)], **more}
 
 
+@pytest.mark.thorough
 def test_the_quick_form_compares_all_searches(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     threads, words = torch.get_num_threads(), ["--quick", "--output", str(tmp_path / "out")]

@@ -122,6 +122,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return recipe
 
 
+PARSER = make_parser("any", "")
 RECIPES = st.dictionaries(st.sampled_from(KEYS), PLAIN, min_size=1, max_size=3).map(nested)
 
 
@@ -133,7 +134,7 @@ def test_any_recipe_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory
     path.write_text(yaml.safe_dump(content))
     refused = ""
     try:
-        parse_recipe(make_parser("any", ""), [str(path)])
+        parse_recipe(PARSER, [str(path)])
     except UserError as mistake:
         refused = str(mistake)
     assert len(one_sentence(refused)) <= 1000

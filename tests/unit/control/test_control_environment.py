@@ -192,6 +192,7 @@ def test_a_profile_that_knows_the_recipes_model_tells_its_speed() -> None:
     assert drawn.time_limit == pytest.approx(640 * slice_seconds)
 
 
+@pytest.mark.thorough
 def test_drawn_landscapes_have_noise_of_every_kind_and_can_be_learned_on() -> None:
     landscapes = [random_job(np.random.default_rng(seed)).landscape for seed in range(200)]
     powers = [landscape.noise_power for landscape in landscapes]

@@ -123,6 +123,7 @@ def test_the_policy_that_comes_along_is_better_than_leaving_things_alone(jobs: i
 # Runs of the quadratic side by side.
 
 
+@pytest.mark.thorough
 def test_runs_side_by_side_differ_in_their_noise_only() -> None:
     losses: dict[int, list[float]] = {}
     for runs in (1, 16):
@@ -204,6 +205,7 @@ def test_after_the_first_round_it_is_the_policy_that_acts(monkeypatch: pytest.Mo
     assert told[-1][40:].count([DECREASE, INCREASE]) < 0.2 * len(rest)  # what the expert would do, not what was done
 
 
+@pytest.mark.thorough
 def test_a_policy_learns_what_its_expert_does() -> None:
     environments = DummyVecEnv([environment])
     model = new_model(environments, 0, n_steps=10, batch_size=10)

@@ -115,6 +115,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_training_is_deterministic_by_seed(trained: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     quick(again, 0)

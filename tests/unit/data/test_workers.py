@@ -563,6 +563,7 @@ def draws(spans: list[tuple[int, int]], workers: int, seed: int = 5) -> list[lis
     return out
 
 
+@pytest.mark.thorough
 def test_what_workers_draw_comes_of_the_seed_and_of_the_place_in_the_stream() -> None:
     """So a resumed run, which begins with another batch and has other workers, draws alike."""
     everything = draws([(0, 3), (3, 6), (20, 23)], workers=1)

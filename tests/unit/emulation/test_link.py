@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hetsync.balance.profile import RankProfile, StepTime
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import SyncConfig, WireFormat
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
 from hetsync.emulation.link import EmulatedLink, EmulatedSums, LinkTimes, Way, behind_link
-from hetsync.plane.base import Handle, Residual, WireFormat
+from hetsync.plane.base import Handle, Residual
 from hetsync.plane.faulty import Corrupt, Delay, Drop, FaultyPlane, Stall
 from hetsync.plane.local import LocalPlane
 from hetsync.plane.wire import encoded_bytes

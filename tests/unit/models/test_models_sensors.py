@@ -409,6 +409,7 @@ def windows(series: torch.Tensor) -> Batch:
     return {"values": part[:, :STEPS], "day_time": times % 288 / 288, "targets": part[:, STEPS:]}
 
 
+@pytest.mark.each_value
 @each_model
 @dense_or_sparse
 def test_it_learns_diffusion(name: str, sparse: bool) -> None:

@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
+from hetsync.config.schema import WireFormat
 from hetsync.errors import UserError
 from hetsync.launchers import launched_by_mpi, ranks_started
 from hetsync.plane import _check_size, open_plane
-from hetsync.plane.base import PlaneError, WireFormat
+from hetsync.plane.base import PlaneError
 from hetsync.plane.local import LocalPlane
 from hetsync.plane.wire import WIRE_FORMATS, round_trip
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hetsync.plane.base import PlaneError, WireFormat
+from hetsync.config.schema import WireFormat
+from hetsync.plane.base import PlaneError
 from hetsync.plane.wire import (
     WIRE_FORMATS,
     block_values,

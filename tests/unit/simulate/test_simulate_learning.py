@@ -278,6 +278,7 @@ def end_of(landscape: Landscape, config: Config, total: int = 20_000, **job: Any
     return float(np.mean(losses))
 
 
+@pytest.mark.thorough
 def test_laws_of_the_quadratic() -> None:
     """More noise, a smaller batch at the same learning rate, and more steps between merges cost progress."""
     config = recipe(OptimizerConfig("sgd", 0.05, 0.0))

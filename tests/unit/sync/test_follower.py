@@ -14,11 +14,12 @@ from replicas import on_threads
 from torch import nn
 
 from hetsync.balance.profile import StepTime
+from hetsync.config.schema import WireFormat
 from hetsync.errors import UserError
 from hetsync.plan.blocks import cut
 from hetsync.plan.calls import observed_call
 from hetsync.plan.division import WHOLE, Division
-from hetsync.plane.base import Channels, Handle, Residual, StalledError, Sums, WireFormat
+from hetsync.plane.base import Channels, Handle, Residual, StalledError, Sums
 from hetsync.plane.local import LocalPlane
 from hetsync.replica.base import MicroBatch, MicroBatches, Replica
 from hetsync.replica.staged import StagedReplica, Stages

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetsync.config.schema import OuterConfig, SyncConfig
+from hetsync.config.schema import OuterConfig, SyncConfig, WireFormat
 from hetsync.errors import UserError
-from hetsync.plane.base import WireFormat
 from hetsync.plane.local import LocalPlane
 from hetsync.plane.wire import WIRE_FORMATS, round_trip
 from hetsync.sync.deltas import Deltas, Nesterov

@@ -23,6 +23,7 @@ def rounds(estimate, number, sizes, scale, dice, present=None):
         estimate.add(told, float(total @ total))
 
 
+@pytest.mark.thorough
 @given(
     st.lists(st.integers(1, 50), min_size=2, max_size=8),
     st.floats(0.3, 3.0),

@@ -101,7 +101,7 @@ class PlayedRank:
         self.sanitizer = sanitizer
         self.main, self.beside = TimedStream(sanitizer, "the default stream"), TimedStream(sanitizer, "another stream")
         self.plane = PlayedPlane(self.beside)
-        options = EngineOptions(BATCH, more.pop("wire", "float32"), lambda values: fragments)
+        options = EngineOptions(BATCH, lambda values: fragments)
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).to(dtype)
         self.engine = Engine(self.plane, model, options, **more)
         self.shared = shared = self.engine._shared
@@ -202,7 +202,7 @@ def compute(rank: PlayedRank, chance: random.Random) -> int:
     return finished
 
 
-def run_rounds(rank: PlayedRank, fragments: int, seed: int) -> None:
+def run_rounds(rank: PlayedRank, fragments: int, seed: int, **settings: Any) -> None:
     """Whatever comes between a round's beginning and its end."""
     chance, finished = random.Random(seed), 0
     with rank.sanitizer.entered(rank.main):
@@ -215,7 +215,9 @@ def run_rounds(rank: PlayedRank, fragments: int, seed: int) -> None:
             rank.plane.comes = False
             evaluate = chance.random() < 0.1
             rank.announce(
-                StartRound(number, frozenset({0} if gives else ()), 0, evaluate=evaluate, fragments=fragments)
+                StartRound(
+                    number, frozenset({0} if gives else ()), 0, evaluate=evaluate, fragments=fragments, **settings
+                )
             )
             rank.proceed()
             finished += compute(rank, chance)
@@ -233,7 +235,7 @@ def run_rounds(rank: PlayedRank, fragments: int, seed: int) -> None:
 def test_what_a_round_passes_it_does_not_touch(
     sanitizer: Sanitizer, worker: ThreadPoolExecutor, seed: int, fragments: int, outer: Any, dtype: Any, wire: Any
 ) -> None:
-    run_rounds(PlayedRank(sanitizer, worker, fragments, dtype, outer=outer, wire=wire), fragments, seed)
+    run_rounds(PlayedRank(sanitizer, worker, fragments, dtype, outer=outer), fragments, seed, wire=wire)
     assert not sanitizer.told
 
 

@@ -70,11 +70,9 @@ class Listener:
         return True
 
 
-def rank(
-    model: torch.nn.Module, wire: Any = "float32", outer: Nesterov | None = None, norms: bool = True
-) -> tuple[Engine, Rounds, Listener]:
+def rank(model: torch.nn.Module, outer: Nesterov | None = None, norms: bool = True) -> tuple[Engine, Rounds, Listener]:
     """Whose communication thread is played, too."""
-    options = EngineOptions(BATCH, wire, measure_norms=norms)
+    options = EngineOptions(BATCH, measure_norms=norms)
     engine = Engine(LocalPlane(), model, options, outer=outer)
     shared = engine._shared
     order = shared.order = SlowOrder()
@@ -101,9 +99,9 @@ def polls_to_land(engine: Engine, rounds: Rounds, start: StartRound) -> int:
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_a_delayed_round_lands_without_waiting_for_the_device(wire: Any, norms: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).to(META)
-    engine, rounds, listener = rank(model, wire, Nesterov(0.7, 0.9, BATCH), norms)
+    engine, rounds, listener = rank(model, Nesterov(0.7, 0.9, BATCH), norms)
     for number in range(3):  # in the first, buffers have changed for once
-        assert polls_to_land(engine, rounds, StartRound(number, frozenset(), 0)) >= POLLS
+        assert polls_to_land(engine, rounds, StartRound(number, frozenset(), 0, wire=wire)) >= POLLS
         with engine._shared.changed:
             engine._apply()  # the main thread's
     assert listener.given == 3 * [{0: 1}]

@@ -535,7 +535,16 @@ def test_delay_that_has_lost_training_does_not_come_again():
 
 def test_no_bound_is_told_as_such():
     change = RoundsChange(
-        round=1, delay_bound=NO_BOUND, accumulation=2, quorum=0.5, grace=0, fragments=1, work=0, waits=0, reason=""
+        round=1,
+        delay_bound=NO_BOUND,
+        accumulation=2,
+        quorum=0.5,
+        grace=0,
+        fragments=1,
+        wire="float32",
+        work=0,
+        waits=0,
+        reason="",
     )
     assert change.told["delay_bound"] is None
 
@@ -565,3 +574,37 @@ def test_where_ranks_have_changed_it_looks_back_soon():
     job.rule.restart(job.version)
     found = [job.window(no_waits_with_delay(job, 0.0)) for _ in range(CALM_WINDOWS)]
     assert [change and change.delay_bound for change in found] == [None] * (CALM_WINDOWS - 1) + [0]
+
+
+# The wire.
+
+WIRE_BY_RULE = SyncConfig(delay_bound=4, quorum=0.25, grace=0, fragments=1, wire="auto")
+
+
+def test_it_is_coarser_where_ranks_wait_for_rounds():
+    job = Job(sync=WIRE_BY_RULE)
+    assert job.window(lambda k: (0.5, 0.0)) is None  # which bytes make no less
+    change = job.window(lambda k: (0.0, 0.1))
+    assert change.wire == "int8"
+    assert change.reason == "rounds take 0% of a slice, and waits 10%: D = 4, K = 1, q = 0.25, int8 on the wire"
+    assert [job.window(lambda k: (0.0, 0.0)) for _ in range(CALM_WINDOWS)] == [None] * CALM_WINDOWS
+
+
+def test_it_is_as_before_where_that_saves_too_little():
+    job = Job(sync=WIRE_BY_RULE)
+    assert job.window(lambda k: (0.0, 0.1)).wire == "int8"
+    assert job.window(lambda k: (0.02, 0.05)).wire == "float32"  # packing takes time, too
+    assert job.window(lambda k: (0.0, 0.1)) is None
+
+
+def test_gradients_travel_as_they_are():
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    assert job.window(lambda k: (0.0, 0.5)).delay_bound == 4
+    assert job.window(lambda k: (0.0, 0.1)).wire == "int8"
+    assert job.rule.give_up_delay(job.settings, job.version, "lost").wire == "float32"
+    assert rule_for(replace(WIRE_BY_RULE, wire="int4")) is None
+
+
+def test_a_resumed_job_goes_on_with_its_wire():
+    assert found_before(WIRE_BY_RULE, Settings(4, 0.25, wire="int8")).wire == "int8"
+    assert found_before(replace(WIRE_BY_RULE, wire="float32"), Settings(4, 0.25, wire="int8")).wire == "float32"

@@ -38,7 +38,7 @@ from hetsync.sync.messages import (
 )
 
 
-@hypothesis_settings(relaxed, max_examples=120)
+@hypothesis_settings(relaxed, max_examples=60)
 @given(st.data())
 def test_settings_shares_and_drains_change_at_any_moment(data):
     machine, times = data.draw(jobs(most_ranks=8))
@@ -47,7 +47,7 @@ def test_settings_shares_and_drains_change_at_any_moment(data):
     cluster.run()
 
 
-@hypothesis_settings(relaxed, max_examples=100)
+@hypothesis_settings(relaxed, max_examples=60)
 @given(share_lists(3, 4), any_settings, st.integers(10, 60), st.data())
 def test_interventions_in_any_order_of_events(shares, settings, total, data):
     machine = make_machine(shares, settings, total, 25)
@@ -154,7 +154,7 @@ def test_a_rank_that_leaves_between_a_synchronous_sum_and_its_word_gives_nothing
     assert machine.ledger.applied + machine.ledger.outstanding() + machine.ledger.available(400) == 400
 
 
-@hypothesis_settings(relaxed, max_examples=120)
+@hypothesis_settings(relaxed, max_examples=60)
 @given(st.data())
 def test_ranks_leave_and_join_between_rounds(data):
     machine, times = data.draw(jobs(most_ranks=8))
@@ -215,7 +215,7 @@ def test_what_the_dead_held_goes_out_again(settings):
 # Ranks that leave their loops early.
 
 
-@hypothesis_settings(relaxed, max_examples=150, phases=[Phase.generate])
+@hypothesis_settings(relaxed, max_examples=60, phases=[Phase.generate])
 @given(st.data())
 def test_ranks_leave_their_loops_at_any_moment(data):
     """Those that stay do the work; where none does, the job ends with what was applied. Nothing counts twice."""

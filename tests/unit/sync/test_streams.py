@@ -135,7 +135,13 @@ OWN_STREAM: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("settings", OWN_STREAM.values(), ids=OWN_STREAM)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(job, id=name, marks=[pytest.mark.thorough] * (name in (*JOBS, "leaves", "synchronous, holds")))
+        for name, job in OWN_STREAM.items()
+    ],
+)
 def test_a_script_may_have_a_stream_of_its_own_around_each_batch(sanitizer: Sanitizer, settings: Settings) -> None:
     settings = {"delay_bound": 4, **settings}
     train(sanitizer, own_stream=True, **settings)

@@ -178,6 +178,7 @@ def test_on_equal_devices_with_fast_links_nothing_beats_data(blocks, ranks):
 
 
 # Powers of two: other factors may break ties otherwise.
+@pytest.mark.thorough
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.sampled_from([1, 2, 4]), st.integers(0, 40))
 @settings(max_examples=6)
 def test_times_that_are_all_longer_change_the_seconds_only(blocks, factor, carried):

@@ -117,6 +117,7 @@ def test_what_does_not_fit_is_left_and_then_never_proposed():
     assert len(found.placement.ranks) == 2
 
 
+@pytest.mark.thorough
 def test_trinity_begins_with_the_plan_that_is_known_and_never_ends_worse():
     asked = problem(12, (1.0, 2.0, 3.0), numbers=(8,), replicas=((0, 1, 2),))
     driver = Driver(asked, budget=Budget(150))
