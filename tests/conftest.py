@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.get_closest_marker("thorough")}
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item not in left_out and item.get_closest_marker("each_value"):
+        if item not in left_out and item.get_closest_marker("each_value") and hasattr(item, "callspec"):
             of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for variants in of_test.values():
         left_out |= set(variants) - each_value_once(variants)
@@ -45,11 +45,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def each_value_once(variants: list[pytest.Item]) -> set[pytest.Item]:
     """So many variants of a test that each value of each parameter is in one of them at least ("each choice" of
-    combinatorial testing), with those together that have been least often so far."""
+    combinatorial testing), with those together that have been least often so far; or as many as the mark says."""
+    mark = variants[0].get_closest_marker("each_value")
+    most = mark.args[0] if mark is not None and mark.args else len(variants)
     values = {item: [(name, id(value)) for name, value in item.callspec.params.items()] for item in variants}
     often = {value: 0 for of_variant in values.values() for value in of_variant}
     chosen: set[pytest.Item] = set()
-    while 0 in often.values():
+    while 0 in often.values() and len(chosen) < most:
         new = [item for item in variants if any(often[value] == 0 for value in values[item])]
         chosen.add(best := min(new, key=lambda item: sum(often[value] for value in values[item])))
         for value in values[best]:

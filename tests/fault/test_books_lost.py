@@ -40,6 +40,7 @@ def test_the_others_go_back_in_place(tmp_path: Path, bound: str) -> None:
     assert f"go back to the checkpoint of {rollback['checkpoint_samples']} samples" in done.out, done.story
 
 
+@pytest.mark.thorough
 def test_where_there_is_no_checkpoint_one_sentence_says_so(tmp_path: Path) -> None:
     done = job(tmp_path, 4, 2)
     assert done.status == 1, done.story

@@ -54,6 +54,7 @@ def killed(folder: Path, rank: int, *words: str, samples: int = SAMPLES) -> Done
         return finished(job)
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("rank", "outer", "fragments", "grace"), [(0, "identity", 1, 1), (2, "nesterov", 1, 0), (0, "identity", 3, 1)]
 )
@@ -109,6 +110,7 @@ replicas:
 """
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("bound", [0, 4])
 def test_by_a_plan_of_whole_models_its_share_goes_to_the_others(tmp_path: Path, bound: int) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
@@ -186,6 +188,7 @@ print(f"rank {job.rank} has ended,", "sums shared" if "adding" in came else "sum
 """
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("shared", "bound", "deaths"),
     [
@@ -257,6 +260,7 @@ print(norms.count(0.0), [each.last_epoch for each in (stepped, always, second)],
 """
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(("clip", "zeros"), [("job.clip_grad_norm_", 2), ("torch.nn.utils.clip_grad_norm_", 0)])
 def test_lines_that_follow_a_step_survive_the_batch_without_one(tmp_path: Path, clip: str, zeros: int) -> None:
     """Two batches of rank 2 are void: there clipping finds no gradients, or those of the slice, which move nothing, and

@@ -74,6 +74,7 @@ def test_a_death_of_rank_0_ends_all_at_once(tmp_path: Path) -> None:
         assert any("rank 0 has gone" in sentence for sentence in done.sentences), done.story
 
 
+@pytest.mark.thorough
 def test_where_it_is_not_wanted_a_death_ends_all_at_once(tmp_path: Path) -> None:
     ends = killed(tmp_path, 1, "--sync.delay_bound", "0", "--fault.tolerate", "false")
     assert [done.status for done in ends] == [1, -signal.SIGKILL, 1], [done.story for done in ends]

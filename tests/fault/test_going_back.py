@@ -89,6 +89,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bound", [pytest.param("0", marks=pytest.mark.thorough), "4"])
 def test_a_death_while_some_have_gone_back_has_all_go_back_once_more(tmp_path: Path, bound: str) -> None:
     """Rank 0 has read the checkpoint, and rank 1 has not, when rank 2 dies. Statistics of batches travel, too."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from jobs import Done, command, finished, mpirun, started, summary_of
 
 ULFM = ["--with-ft", "ulfm"]
@@ -55,6 +56,7 @@ def test_what_can_be_outlived_is(tmp_path: Path) -> None:
     assert (1, "damaged") in told
 
 
+@pytest.mark.thorough
 def test_a_synchronous_round_is_left_out_on_all_ranks(tmp_path: Path) -> None:
     """Or anchors would differ at the end, which ends the job; what rounding keeps is not spoiled either."""
     words = ["--sync.delay_bound", "0", "--sync.wire", "int8", "--fault.not_finite", "skip"]

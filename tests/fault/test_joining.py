@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from jobs import SECONDS, Done, command, finished, program, ranks_alone, run, started, summary_of
 
 from hetsync.train.checkpoint import load_newest
@@ -116,6 +117,7 @@ def test_a_process_takes_a_dead_ranks_place(tmp_path: Path) -> None:
     assert max(float((theirs[name] - value).abs().max()) for name, value in one.items()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_who_comes_first_waits_and_one_of_two_takes_it(tmp_path: Path) -> None:
     """The other waits, and leaves as the job ends."""
     with job(tmp_path, "--sync.fragments", "2") as ranks, join(tmp_path) as one, join(tmp_path) as other:
@@ -153,6 +155,7 @@ def test_who_waits_leaves_at_a_signal_and_one_that_is_killed_gives_its_place_awa
             assert finished(newcomer).status == 0
 
 
+@pytest.mark.thorough
 def test_who_keeps_no_run_or_has_other_versions_is_not_let_in(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

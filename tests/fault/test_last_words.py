@@ -117,6 +117,7 @@ def test_a_rank_killed_by_its_memory_limit(tmp_path: Path, flags: list[str], sta
     assert MEMORY_KILL in done.out + done.err, done.story
 
 
+@pytest.mark.thorough
 def test_without_mpi_the_others_tell_of_memory(tmp_path: Path) -> None:
     with memory_limit() as group:
         words = in_group(group, script(tmp_path, "memory"))
@@ -148,6 +149,7 @@ def test_a_recipes_rank_is_killed(tmp_path: Path) -> None:
     assert again == f"2 --resume {tmp_path}/a\\ run", done.story
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(
     ("saves", "how"), [(True, "go on with the same command, where resume is 'auto'"), (False, "so start anew")]
 )
@@ -158,6 +160,7 @@ def test_a_scripts_rank_is_killed(tmp_path: Path, saves: bool, how: str) -> None
     assert "--tolerate 2" in done.err.splitlines()[-1], done.story
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("dies", [0, 1])
 def test_the_others_tell_how_to_go_on_while_mpirun_ends_them(tmp_path: Path, dies: int) -> None:
     """mpirun's "signal 9 (Killed)" was all. Who is left of that host says it once, whichever has died."""
@@ -172,6 +175,7 @@ def test_the_others_tell_how_to_go_on_while_mpirun_ends_them(tmp_path: Path, die
     assert "with-ft ulfm" in told, done.story
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_who_is_told_to_stop_is_not_taken_for_dead(tmp_path: Path, whom: str) -> None:
     """All ranks then end within moments of each other."""
@@ -188,6 +192,7 @@ def test_who_is_told_to_stop_is_not_taken_for_dead(tmp_path: Path, whom: str) ->
     assert "was killed or crashed" not in done.err, done.story
 
 
+@pytest.mark.thorough
 def test_of_other_programs_nothing_is_said(tmp_path: Path) -> None:
     done = local(tmp_path, ["2", "--", "bash", "-c", "kill -9 $$"])
     assert done.status == 128 + signal.SIGKILL, done.story

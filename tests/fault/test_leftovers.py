@@ -52,6 +52,7 @@ def test_a_job_of_the_tests_starts_beside_what_a_killed_one_has_left(tmp_path: P
     assert done.status == 0, done.story
 
 
+@pytest.mark.thorough
 def test_the_local_launcher_gives_mpirun_a_folder_of_its_own(tmp_path: Path) -> None:
     """Its mpirun's process id cannot be chosen; but nothing of it is where another job's files could be."""
     told = ["bash", "-c", 'echo "$TMPDIR $PMIX_SERVER_TMPDIR"']

@@ -173,6 +173,7 @@ def run(folder: Path, ranks: int, body: str, bound: int, samples: int = 240) -> 
         return finished(process)
 
 
+@pytest.mark.each_value(4)
 @pytest.mark.parametrize(
     ("ranks", "body", "bound", "sentence"),
     [
@@ -204,6 +205,7 @@ def test_a_loop_that_cannot_work_ends_with_a_sentence(
     assert "Traceback" not in done.err, done.story
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -222,12 +224,14 @@ def test_a_count_of_the_loops_own_is_behind_where_a_rank_had_no_part_of_a_batch(
     assert sentence in done.sentences[0]
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("body", [COUNTS_BY_ITSELF, COUNTS_TURNS])
 def test_the_job_s_count_of_steps_is_not(tmp_path: Path, body: str) -> None:
     done = run(tmp_path, 3, body.replace('globals().get("done", 0) + 1', "job.step_count"), 0, samples=241)
     assert done.status == 0, done.story
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(("ranks", "bound", "status"), [(2, 0, 0), (2, 4, 2), (1, 4, 0)])
 def test_state_is_carried_from_batch_to_batch_only_where_ranks_keep_their_places(
     tmp_path: Path, ranks: int, bound: int, status: int

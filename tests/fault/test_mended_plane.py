@@ -207,6 +207,7 @@ print("survived", first)
 MENDED = "until_lost(plane.receive)\nplane.mend()\nplane.heed()\n"
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("run_job", "ranks", "before"),
     [
@@ -247,6 +248,7 @@ def test_without_ulfm_a_death_ends_the_job(tmp_path: Path) -> None:
     assert "came back" not in done.out
 
 
+@pytest.mark.thorough
 def test_where_nobody_has_gone_all_begin_anew(tmp_path: Path) -> None:
     done = job_without_mpi(
         tmp_path,

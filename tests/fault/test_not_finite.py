@@ -51,6 +51,7 @@ def job(folder: Path, *words: int) -> Done:
 
 
 # In the midst of it (synchronous: test_scripts.py), and the last sample of all.
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(("bound", "position"), [(4, 30), (0, 191), (4, 191)])
 def test_the_rank_with_the_nan_is_named(tmp_path: Path, bound: int, position: int) -> None:
     done = job(tmp_path, bound, position)

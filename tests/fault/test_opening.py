@@ -60,6 +60,7 @@ DIFFERENCES = [
 ]
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("by", "fault", "sentence"),
     [
@@ -77,6 +78,7 @@ def test_a_rank_that_differs_ends_all_with_one_sentence(tmp_path: Path, by: str,
     assert "Traceback" not in done.err, done.story
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("by", ["mpirun", pytest.param("ulfm", marks=pytest.mark.thorough), "hand"])
 def test_a_rank_that_never_comes_ends_all(tmp_path: Path, by: str) -> None:
     done = job(tmp_path, by, "time.sleep(30); sys.exit(2)  # or till it is ended")

@@ -55,6 +55,7 @@ print("came back")
     assert "came back" not in done.out
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("stdout", ["open('/dev/full', 'w')", "None"])
 def test_abort_ends_the_job_though_nothing_can_be_printed(tmp_path: Path, stdout: str) -> None:
     done = job(
@@ -119,6 +120,7 @@ def horovod_job(folder: Path, code: str) -> Done:
         return finished(process, JOB_SECONDS)
 
 
+@pytest.mark.each_value(1)
 @needs_horovod
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
 def test_a_rank_that_dies_ends_a_job_of_horovod(tmp_path: Path, end: str) -> None:
@@ -126,6 +128,7 @@ def test_a_rank_that_dies_ends_a_job_of_horovod(tmp_path: Path, end: str) -> Non
     assert done.status != 0
 
 
+@pytest.mark.thorough
 @needs_horovod
 def test_a_rank_that_leaves_horovod_is_missed(tmp_path: Path) -> None:
     """Its exit shuts Horovod down, which the others' sums tell."""

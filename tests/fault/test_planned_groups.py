@@ -73,6 +73,7 @@ def trains(processes: list[subprocess.Popen[str]], folder: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.each_value(1)
 @bounds
 def test_a_mistake_of_the_users_on_one_of_them(tmp_path: Path, bound: int) -> None:
     (tmp_path / "faulty.py").write_text(DATA)
@@ -85,6 +86,7 @@ def test_a_mistake_of_the_users_on_one_of_them(tmp_path: Path, bound: int) -> No
     assert summary_of(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.each_value(1)
 @bounds
 def test_a_death_where_mpi_tells_of_it(tmp_path: Path, bound: int) -> None:
     with started([*mpirun(RANKS), "--with-ft", "ulfm", *job(tmp_path, bound)], tmp_path) as process:
@@ -96,6 +98,7 @@ def test_a_death_where_mpi_tells_of_it(tmp_path: Path, bound: int) -> None:
     assert "Traceback" not in done.err, done.story
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("bound", "dead"),
     [
@@ -123,6 +126,7 @@ def test_a_death_where_ranks_are_alone(tmp_path: Path, bound: int, dead: set[int
     assert not any("Traceback" in done.err for done in ends), stories
 
 
+@pytest.mark.each_value(1)
 @bounds
 def test_a_signal_to_one_of_them_saves(tmp_path: Path, bound: int) -> None:
     with started([*mpirun(RANKS), *job(tmp_path, bound)], tmp_path) as process:

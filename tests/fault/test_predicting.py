@@ -41,6 +41,7 @@ def network():
 """
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_death_leaves_no_half_of_a_file(tmp_path: Path, dies: int) -> None:
     (tmp_path / "mine.py").write_text(MINE)

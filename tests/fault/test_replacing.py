@@ -85,6 +85,7 @@ def trained(
         return finished(process, 3 * SECONDS)
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("ranks", "bound", "deaths"),
     [
@@ -128,6 +129,7 @@ def test_another_process_takes_a_dead_ranks_place(
         assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-5
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("bound", [0, 4])
 def test_what_was_frozen_before_a_rank_joins_stays_so(tmp_path: Path, bound: int) -> None:
     """By lines after an epoch to which the newcomer does not come."""
@@ -140,6 +142,7 @@ def test_what_was_frozen_before_a_rank_joins_stays_so(tmp_path: Path, bound: int
     }
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(
     ("flags", "words", "told"),
     [

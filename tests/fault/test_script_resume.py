@@ -176,6 +176,7 @@ SAME, OTHERS = (RANKS, RANKS, RANKS), (RANKS, 3, 1)
 TERM, INT = (signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 0)
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(
     ("bound", "ranks", "asks"),
     [

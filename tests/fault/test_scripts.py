@@ -39,6 +39,7 @@ def run(folder: Path, act: str = "pass", settings: str = "{}") -> Done:
         return finished(process)
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("act", "settings", "sentence"),
     [

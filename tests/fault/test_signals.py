@@ -52,6 +52,7 @@ def assert_saved(folder: Path, said: str) -> None:
     assert "hetsync-train --resume" in said
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(
     ("number", "status"),
     [
@@ -117,6 +118,7 @@ def test_a_storm_of_signals(folder: Path, ranks: int | None) -> None:
 PROGRAMS = {"PATH": f"{Path(program('hetsync-train')).parent}:{os.environ['PATH']}"}
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_search_for_a_plan_ends_with_the_best_so_far(folder: Path, ranks: str) -> None:
     search = [program("hetsync"), "plan", "--emulate", "cluster.yaml", "--search", "random"]
@@ -137,6 +139,7 @@ def test_a_search_for_a_plan_ends_with_the_best_so_far(folder: Path, ranks: str)
     assert (folder / "plan.yaml").exists()
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("number", "status"),
     [

@@ -14,6 +14,7 @@ SAMPLES = 1500
 SILENT = ["--fault.silent_seconds", "2", "--sync.shares", "equal"]
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(("ranks", "bound"), [(2, 0), (3, 4)])
 def test_the_others_go_on_without_a_first_rank_that_is_stopped(tmp_path: Path, ranks: int, bound: int) -> None:
     words = [

@@ -81,6 +81,7 @@ def job(folder: Path, bound: int, late: int, how: str) -> Done:
         return finished(process, seconds=60)
 
 
+@pytest.mark.each_value(4)
 @pytest.mark.parametrize(
     ("how", "bound", "late", "story"),
     [
@@ -140,6 +141,7 @@ sys.exit(on_all_ranks(Config(), job))
 """
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("ranks", "bound", "code", "status"),
     [(1, 4, "no more data", 1), (RANKS, 4, "no more data", 1), (RANKS, 0, 3, 3), (RANKS, 4, None, 0)],
@@ -179,6 +181,7 @@ class Chain(nn.Module):
 """
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("late", [0, 1])
 def test_who_waits_for_a_tensor_of_a_stage_names_its_sender(tmp_path: Path, late: int) -> None:
     """The first stage hangs in a forward pass, or the last: the other waits for activations, or for gradients."""

@@ -109,6 +109,7 @@ def trains(process: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("bound", ["0", "4"])
 def test_a_recipe_equals_that_under_mpirun(folder: Path, bound: str) -> None:
     """Over each plane; at D = 0 to the weights, at D = 4 to the counts."""
@@ -193,6 +194,7 @@ def test_an_error_on_one_rank_ends_the_job(folder: Path, bound: str) -> None:
     assert exit_code(done) == 1, done.story
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [
@@ -256,6 +258,7 @@ def test_another_torchrun_outlives_a_death(folder: Path) -> None:
     assert [failure["rank"] for failure in summary["failures"]] == [1]
 
 
+@pytest.mark.thorough
 def test_under_one_torchrun_tolerance_is_refused(folder: Path) -> None:
     done = run(train("--fault.tolerate", "true"), folder)
     assert len(done.sentences) == 1, done.story
@@ -276,6 +279,7 @@ def test_a_signal_to_torchrun_saves(folder: Path, bound: str) -> None:
     assert newest(folder) == summary["samples_applied"] > 0
 
 
+@pytest.mark.thorough
 def test_a_script_may_have_two_jobs(folder: Path) -> None:
     """The second finds torchrun's store as the first has left it."""
     (folder / "script.py").write_text(TWO_JOBS)
@@ -310,6 +314,7 @@ def test_a_rank_that_does_not_reach_the_store_says_so(folder: Path) -> None:
     assert "rank 1 does not reach the store of torch at 127.0.0.1, port 9" in done.sentences[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bound", ["4"])
 def test_a_launcher_other_than_torchrun(folder: Path, bound: str) -> None:
     """Rank 0 holds the store, and leaves last."""

@@ -112,6 +112,7 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
     assert [group["host"] for group in profile["devices"]] == ["h0", "h1"]
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("hosts", "flags", "algorithm"),
     [
@@ -187,6 +188,7 @@ def test_hosts_whose_own_names_are_their_loopback_meet(lab: Path, tmp_path: Path
     _meet_where_a_name_means(lab, tmp_path, opens, "127.0.1.1")
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("own", ["172.17.0.1", "10.0.3.1"])
 def test_hosts_whose_own_names_are_their_bridge_meet(lab: Path, tmp_path: Path, opens: str, own: str) -> None:
     """systemd answers with any interface of the host. Of two addresses Gloo connects to the lower."""
@@ -223,6 +225,7 @@ def docker(lab: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("flags", [[], ["--with-ft", "ulfm", "--mca", "mpi_preconnect_mpi", "1"]])
 def test_an_mpi_that_connects_by_a_hosts_own_bridge_ends_with_a_sentence(
     lab: Path, tmp_path: Path, opens: str, docker: None, flags: list[str]

@@ -44,6 +44,7 @@ def job(bound: int = 4, in_loop: str = "pass", at_rest: str = "pass", after: str
     return SCRIPT.format(bound=bound, in_loop=in_loop, at_rest=at_rest, after=after)
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("ranks", "bound", "at_rest", "after"),
     [
@@ -61,6 +62,7 @@ def test_it_is_closed_where_training_is_over(tmp_path: Path, ranks: int, bound: 
     assert not (tmp_path / "run" / "job.lock").exists()
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("ranks", "bound", "in_loop", "status"),
     [
@@ -94,6 +96,7 @@ def test_an_exception_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
     assert summary_of(tmp_path / "run")["samples_applied"] == 0
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize(
     ("ranks", "in_loop", "sentence"),
     [

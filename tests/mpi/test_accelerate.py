@@ -30,7 +30,7 @@ from accelerate_jobs import end_job, no_state_left  # noqa: F401 - a fixture
 
 from hetsync.neighbours.accelerate import STANDING, Accelerator, check
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 4)]
 
 EPOCHS, SEED = 3, 4
 SPLIT = DataLoaderConfiguration(split_batches=True)

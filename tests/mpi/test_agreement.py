@@ -20,7 +20,7 @@ from hetsync.sync.agreement import AnchorMismatchError
 from hetsync.sync.digests import weights_sha256
 from hetsync.train.session import Session
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
 
 

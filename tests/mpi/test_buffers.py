@@ -21,7 +21,7 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.train.job import Job
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 RULES = {"bank": "rows", "hits": "sum", "seen": "sum", "batches": "mean", "shadow": "mean", "last": "rows"}
 
 

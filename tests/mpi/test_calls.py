@@ -22,7 +22,7 @@ from hetsync.plane.base import Plane
 from hetsync.sync.digests import weights_sha256
 from hetsync.train.job import Job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 4)]
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
 
 

@@ -31,7 +31,7 @@ from hetsync.sync import rounds_rule
 from hetsync.sync.messages import NO_BOUND, Event, Instruction, Settings, SharesChanged
 from hetsync.train.session import Session
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 D0, D1, D4 = Settings(0, 0.25, 1), Settings(1, 1.0, 1), Settings(4, 0.1, 1)
 

@@ -23,7 +23,7 @@ import hetsync
 from hetsync.plane.base import Plane
 from hetsync.train.job import Job
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 ROUNDED = 1e-6
 

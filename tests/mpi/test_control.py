@@ -37,7 +37,7 @@ from hetsync.sync.messages import Event, NormMeasured, Settings
 from hetsync.sync.observation import Observation
 from hetsync.train.session import Session
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2)]
 
 D4 = Settings(4, 0.25, 1)
 COURSE = [Settings(0, 0.25, 1), Settings(2, 0.25, 2), Settings(0, 0.25, 2), Settings(1, 0.25, 3), D4]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import hetsync
 from hetsync.plane.base import Plane
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 BATCH, SAMPLES = 12, 60
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])

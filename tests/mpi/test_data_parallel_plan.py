@@ -52,7 +52,7 @@ from hetsync.train.rehearsal import rehearse
 from hetsync.train.trainer import Trainer
 from hetsync.train.workplace import take_place
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(2, 4)]
 
 SHARES = {2: (37, 13), 4: (20, 8, 9, 13)}[RANKS] if RANKS in (2, 4) else ()
 ORDER = {2: (1, 0), 4: (2, 0, 3, 1)}[RANKS] if RANKS in (2, 4) else ()  # the ranks of the plan's replicas

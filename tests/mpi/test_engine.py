@@ -52,6 +52,7 @@ def close(plane: Plane, outcome: Outcome, expected: list[torch.Tensor], toleranc
 # D = 0 is one process with batch K·B.
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["plain", "unused", "clipped"])
@@ -302,6 +303,7 @@ def test_a_delayed_collective_changes_nothing_but_time(plane: Plane, bound: int)
         close(plane, outcome, train(LocalPlane(), SyncConfig(0), rests=[100]).weights)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bound", [0, 1, 4])
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_behind_a_slow_link(plane: Plane, bound: int, wire: WireFormat) -> None:

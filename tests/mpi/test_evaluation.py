@@ -18,7 +18,7 @@ from hetsync.sync.milestones import Evaluation
 from hetsync.sync.watchdog import PROBE_SECONDS
 from hetsync.train.session import Session
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 EVERY = 3 * BATCH
 

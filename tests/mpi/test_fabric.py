@@ -30,7 +30,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from hetsync.neighbours.fabric import FabricStrategy
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2)]
 
 BATCH, SAMPLES, EPOCHS, TESTED = 24, 192, 3, 50
 

@@ -19,7 +19,7 @@ from training import CLASSES, FEATURES, Net
 
 from hetsync.plane.base import Plane
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 4)]
 
 CLASS_WEIGHTS = torch.tensor([1 / 3, 1.7, 0.9], dtype=torch.float64)
 

@@ -28,7 +28,7 @@ from hetsync.sync.digests import weights_sha256
 from hetsync.train.job import Job
 from hetsync.train.loop import Loop
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
 EPOCHS = 4
 

@@ -13,7 +13,7 @@ from hetsync.sync.milestones import Evaluation
 from hetsync.train.session import Session
 from hetsync.train.terms import NoEvaluation
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from hetsync.neighbours.lightning import HetSyncStrategy
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2)]
 
 BATCH, SAMPLES, EPOCHS = 24, 192, 3
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])

@@ -20,7 +20,12 @@ from training import CLASSES, FEATURES, Blobs, Net
 from hetsync.plane.base import Plane
 
 # Four ranks show nothing that two do not: sums and staleness are test_engine.py's, loops of four test_job_leaving.py's.
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2), pytest.mark.parametrize("bound", BOUNDS)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.each_value,
+    pytest.mark.ranks(1, 2),
+    pytest.mark.parametrize("bound", BOUNDS),
+]
 
 Optimizers = Callable[[Net], list[Optimizer]]
 

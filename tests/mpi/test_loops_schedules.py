@@ -51,7 +51,12 @@ from training import Blobs, Net
 from hetsync.plane.base import Plane
 
 # Four ranks show nothing that two do not: sums and staleness are test_engine.py's, loops of four test_job_leaving.py's.
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2), pytest.mark.parametrize("bound", BOUNDS)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.each_value,
+    pytest.mark.ranks(1, 2),
+    pytest.mark.parametrize("bound", BOUNDS),
+]
 
 Schedulers = Callable[[Optimizer], list[LRScheduler]]
 STEPS = EPOCHS * BATCHES

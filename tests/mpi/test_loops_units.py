@@ -34,7 +34,7 @@ from training import BATCH, CLASSES, FEATURES, Blobs, Net, loss_on_all
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 3)]
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0])
 
@@ -268,6 +268,9 @@ ROWS = {
     "skipping, own scaler": Row(body=skipping_scaled, scaler=True),
 }
 EACH = pytest.mark.parametrize("name", ROWS)
+SOME = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (place % 4 > 0)) for place, name in enumerate(ROWS)]
+)  # of those whose numbers are looked at without delay
 
 
 @EACH
@@ -278,7 +281,7 @@ def test_synchronous_loops_are_one_process(plane: Plane, name: str) -> None:
     assert_equal(plane, mine, in_one_process(row), row.tolerance)
 
 
-@EACH
+@SOME
 def test_delayed_loops_learn(plane: Plane, name: str) -> None:
     loop = in_a_job(plane, ROWS[name], 4)
     assert_learned(loop, ROWS[name].falls_to)

@@ -25,7 +25,7 @@ from hetsync.sync.digests import weights_sha256
 from hetsync.train.job import Job
 from hetsync.train.rest import CommonState
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 
 def join(plane: Plane, **more: Any) -> Any:

@@ -22,7 +22,7 @@ from hetsync.plane.base import Plane
 from hetsync.train.job import Job
 from hetsync.train.session import Session
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 SAMPLES, HORIZONS, CLASSES = 97, 3, 5
 SHARES = {"equal": [1, 1, 1, 1], "unequal": [2, 5, 1, 4], "some have none": [3, 0, 2, 0], "one has all": [0, 1, 0, 0]}

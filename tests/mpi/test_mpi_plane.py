@@ -31,7 +31,7 @@ from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
 from hetsync.plane.shared_sums import MOST_VALUES_PER_RANK, SharedSums
 from hetsync.plane.staging import HostStaging, Test
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 HOSTS = pytest.mark.parametrize(
     "open_plane",

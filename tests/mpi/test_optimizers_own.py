@@ -37,7 +37,7 @@ from training import Blobs, Net
 from hetsync.plane.base import Plane
 from hetsync.sync.group_state import alike, beside, kept, settings_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 4)]
 
 KINDS = [Adapting, Averaging, Elsewhere, Listing]
 Make = Callable[[Iterable[Any]], Optimizer]

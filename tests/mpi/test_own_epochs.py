@@ -27,7 +27,7 @@ from hetsync.plane.base import Plane
 from hetsync.train.job import Job
 from hetsync.train.run_folder import Resume
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 4)]
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
 
 

@@ -52,7 +52,7 @@ from hetsync.sync import agreement
 from hetsync.sync.optimizers import build_optimizer
 from hetsync.train import checkpoint, planned
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(2, 4)]
 
 HERE = "test_planned"
 

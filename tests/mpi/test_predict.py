@@ -32,7 +32,7 @@ from hetsync.train.job import Job
 from hetsync.train.tested import Request
 from hetsync.train.trainer import Trainer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 4)]
 
 SENSORS = {"sensors": 5, "days": 4, "missing": 0.1}
 SMALL = {"blocks": 1, "residual": 4, "dilated": 4, "skip": 8, "end": 8, "norm": "layer", "week": True}

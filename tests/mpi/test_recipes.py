@@ -35,7 +35,7 @@ from hetsync.train.checkpoint import load_newest
 from hetsync.train.job import Job
 from hetsync.train.trainer import Trainer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2)]
 
 BATCH = 32
 EVERY = 320

@@ -22,7 +22,7 @@ from hetsync.train.checkpoint import Progress
 from hetsync.train.session import Session
 
 # Two ranks show nothing that four do not: of four, some have no samples in the last batch before a rest.
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 4)]
 
 HALF = 100  # not where a round would end by itself
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hetsync.plane.base import Plane
 from hetsync.sync.optimizers import SECOND_MOMENTS
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2, 4)]
 
 BATCHES, EPOCHS, WEIGHTS = 6, 25, 2000  # many rests, before which slices are smaller
 

@@ -18,7 +18,7 @@ from training import BATCH, CLASSES, FEATURES, Blobs
 import hetsync
 from hetsync.plane.base import Plane
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 
 def trained(plane: Plane, seed: int, before: bool) -> tuple[float, list[int]]:

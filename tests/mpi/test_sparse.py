@@ -17,7 +17,7 @@ from training import BATCH, CLASSES, FEATURES, SEED, Blobs
 import hetsync
 from hetsync.plane.base import Plane
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
 
 

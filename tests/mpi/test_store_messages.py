@@ -17,7 +17,7 @@ from hetsync.plane.mpi import MpiMessages
 from hetsync.plane.rendezvous import rendezvous_by_messages
 from hetsync.plane.store import StoreMessages
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 
 @pytest.mark.parametrize("late", [0, -1])

@@ -17,7 +17,7 @@ from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
 from hetsync.train.job import Job, StoppedByRequest
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2)]
 
 BATCH, SAMPLES = 12, 450
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])

@@ -53,6 +53,7 @@ def test_low_precision_rounds_each_addend_and_the_sum(plane: Plane, finish: Fini
     torch.testing.assert_close(tensor, round_trip(seen.sum(0), wire))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("wire", LOW_PRECISION)
 def test_what_rounding_takes_from_sums_comes_with_later_ones(plane: Plane, finish: Finish, wire: WireFormat) -> None:
     """In float32 the last of it."""
@@ -92,6 +93,7 @@ def test_nothing_can_be_summed(plane: Plane, finish: Finish, wire: WireFormat) -
     assert tensor.shape == (0,)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_large_tensor(plane: Plane, finish: Finish, wire: WireFormat) -> None:
     tensor = torch.full((4_000_000,), float(plane.rank + 1))
@@ -100,6 +102,7 @@ def test_large_tensor(plane: Plane, finish: Finish, wire: WireFormat) -> None:
     torch.testing.assert_close(tensor, expected, rtol=1e-2 if wire != "float32" else 0, atol=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n", [1, 7, 100_003, 2_000_003])
 def test_float64_is_summed_in_its_own_precision(plane: Plane, finish: Finish, n: int) -> None:
     """With others under way, of which some are in float32; from any place in memory, that of sums among them."""

@@ -27,7 +27,7 @@ import hetsync
 from hetsync.plane.base import Plane
 from hetsync.sync.digests import weights_sha256
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 
 def close(plane: Plane, outcome: Outcome, expected: list[torch.Tensor], tolerance: float = 1e-5) -> None:

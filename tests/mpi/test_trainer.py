@@ -23,7 +23,7 @@ from hetsync.train.evaluation import EvaluationLoader
 from hetsync.train.job import Job, StoppedByRequest
 from hetsync.train.trainer import Trainer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2)]
 
 SAMPLES = 960
 EVERY = 320

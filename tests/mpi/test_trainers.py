@@ -39,7 +39,7 @@ from transformers import TrainingArguments as PlainArguments
 
 from hetsync.neighbours.transformers import Trainer, TrainingArguments, check_arguments, settings_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(1, 2)]
 
 BATCH, SAMPLES, EPOCHS, SEED = 12, 90, 2, 42  # the last is the Trainer's own
 STEPS = EPOCHS * 8  # the last batch of an epoch has 6 samples

@@ -18,7 +18,7 @@ from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
 from hetsync.train import checkpoint
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value]
 
 BATCH, SAMPLES, EPOCHS, SAVED_AT = 32, 200, 3, 296  # the last batch of an epoch is smaller; in the second epoch
 WEIGHTS = torch.tensor([1.0, 0.0, 6.0])[Blobs(SAMPLES).labels]  # of classes

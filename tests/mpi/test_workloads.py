@@ -110,6 +110,7 @@ def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, data: Data) -
         assert max(session.coordinator.machine.staleness) <= BOUND
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_one_process(plane: Plane, workload: Workload, data: Data) -> None:
     model = workload.model(data).double()
     freeze_norms(model)

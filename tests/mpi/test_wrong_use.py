@@ -23,7 +23,7 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.train.job import Job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.each_value, pytest.mark.ranks(2)]
 Prepare = Callable[[Job, bool], Any]  # the flag: on the odd rank
 
 

@@ -23,6 +23,15 @@ def test_something(variant):
 @pytest.mark.parametrize(("size", "of"), [(1, "a"), (2, "b"), (3, "c")])
 def test_each(colour, size, of):
     print("tried", size, of, colour)
+
+@pytest.mark.each_value(2)
+@pytest.mark.parametrize("number", range(5))
+def test_some(number):
+    print("chosen", number)
+
+@pytest.mark.each_value
+def test_of_no_product():
+    print("ran alone")
 """
 ENVIRONMENT = 'root=$(dirname "$here") interrupted=\nattended() { "$@"; }\n'
 CALLED = '#!/bin/sh\necho $PYTEST_ADDOPTS $* >>"$CALLS"\n'
@@ -36,12 +45,13 @@ def test_pytest_leaves_it_out_unless_asked(tmp_path: Path, asks: list[str]) -> N
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
     done = subprocess.run([*words, *asks], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ran always" in done.stdout
+    assert all(each in done.stdout for each in ("ran always", "ran alone"))
     assert ("ran asked for" in done.stdout) == bool(asks)
     tried = [line.split("tried ")[1] for line in done.stdout.splitlines() if "tried" in line]
     assert len(tried) == (6 if asks else 3)
     assert {tuple(each.split()[:2]) for each in tried} == {("1", "a"), ("2", "b"), ("3", "c")}
     assert {each.split()[2] for each in tried} == {"red", "green"}
+    assert done.stdout.count("chosen") == (5 if asks else 2)
 
 
 @ASKS
