@@ -126,7 +126,13 @@ def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = (), **syn
         simulation.advance()
     except UserError as error:
         ended = str(error)
-    told = {"bounds": telemetry.bounds, "rounds": simulation.machine.version, "values": scenario.traffic.values}
+    wires = [(change.round, change.wire) for change in telemetry.rounds_changes]
+    told = {
+        "bounds": telemetry.bounds,
+        "wires": wires,
+        "rounds": simulation.machine.version,
+        "values": scenario.traffic.values,
+    }
     return {**asdict(cell), "points": points, **told, "ended": ended}
 
 

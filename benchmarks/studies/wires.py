@@ -2,8 +2,9 @@
 
     python -m benchmarks.studies.wires --output results [--processes 2] [--quick]
 
-The jobs of `benchmarks.studies.stability`, with AdamW at one rate, synchronous (D = 0) and delayed (D = 4) with
-contributions of 1 and of 16 steps, on each wire. Bytes are those of a rank's sums, two ways, over those of an allreduce
+The jobs of `benchmarks.studies.stability`, with AdamW and with momentum, each at one rate, synchronous (D = 0) and
+delayed (D = 4), with contributions of one step and, of AdamW, of 16, on each wire. Gradients, at D = 0, travel in 8
+bits at least. Bytes are those of a rank's sums, two ways, over those of an allreduce
 in float32 for each batch, which is what DistributedDataParallel sends: 0.01 is a hundredth of its.
 
 Results are kept in the output folder and not repeated.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from benchmarks.common.kept import results_of
@@ -21,15 +23,19 @@ from benchmarks.studies.stability import BATCH, SAMPLES, TARGET, final, parser_o
 from benchmarks.studies.stability import Cell as Job
 from hetsync.config.schema import WireFormat
 from hetsync.emulation.cluster import load_cluster
-from hetsync.plane.wire import WIRE_FORMATS, encoded_bytes
+from hetsync.plane.wire import WIRE_FORMATS, encoded_bytes, of_gradients
 
 CLUSTERS = ("v100-p100-k80", "slow-link")
-MODES = ((0, 1), (4, 1), (4, 16))  # delay bound, steps of a contribution
-RATE = 0.0025
+MODES = {
+    ("AdamW", 0.0025): ((0, 1), (4, 1), (4, 16)),
+    ("momentum", 0.05): ((0, 1), (4, 1)),
+}  # D, steps of a contribution
 
 
 @dataclass(frozen=True)
 class Cell:
+    kind: str
+    rate: float
     cluster: str
     delay_bound: int
     accumulation: int
@@ -38,14 +44,14 @@ class Cell:
 
 
 def cells(seeds: int, clusters: Sequence[str]) -> Iterator[Cell]:
-    for seed in range(seeds):
-        for cluster in clusters:
-            for bound, accumulation in MODES:
-                yield from (Cell(cluster, bound, accumulation, wire, seed) for wire in WIRE_FORMATS)
+    for seed, cluster, (kind, rate) in product(range(seeds), clusters, MODES):
+        for bound, accumulation in MODES[kind, rate]:
+            wires = [wire for wire in WIRE_FORMATS if bound or of_gradients(wire) == wire]
+            yield from (Cell(kind, rate, cluster, bound, accumulation, wire, seed) for wire in wires)
 
 
 def job(cell: Cell) -> dict[str, Any]:
-    plain = Job("AdamW", cell.cluster, cell.delay_bound, RATE, cell.seed)
+    plain = Job(cell.kind, cell.cluster, cell.delay_bound, cell.rate, cell.seed)
     sync = {"wire": cell.wire, "accumulation": cell.accumulation, "fragments": 1}
     return {**simulated(plain, load_cluster(cell.cluster), **sync), **asdict(cell)}
 
@@ -58,10 +64,10 @@ def bytes_of(record: Mapping[str, Any]) -> float:
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        f"| cluster | D | K | wire | bytes, of DDP's | final accuracy | final loss | s to {TARGET} |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| optimizer | cluster | D | K | wire | bytes, of DDP's | final accuracy | final loss | s to {TARGET} |",
+        "| --- " * 9 + "|",
     ]
-    for key, records in grouped(results, "cluster", "delay_bound", "accumulation", "wire").items():
+    for key, records in grouped(results, "kind", "cluster", "delay_bound", "accumulation", "wire").items():
         cells = [spread([bytes_of(record) for record in records], ".4f"), spread(list(map(final, records)), ".3f")]
         cells.append(spread([record["points"][-1]["loss"] for record in records], ".3f"))
         cells.append(spread(times(records), ".1f"))

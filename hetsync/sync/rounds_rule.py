@@ -5,11 +5,11 @@ bound is by rule a job begins synchronous. Where ranks wait there for longer tha
 nobody sees any more what they would wait for: so the rule looks back, for a window of synchronous training, ever more
 seldom. In delayed mode five things make synchronisation less. A greater quorum q, of half a full set, lets a round wait
 for more contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait
-for all, or until a rank has finished a second task: about one. A coarser wire and twice the fragments of a large model
-make what a round sends a quarter and half, and so the time that the link takes for it. Twice the K is half of the work,
-and lets a rank run twice as many slices ahead, so that it need not wait for a slow link. All but the wire part local
-weights further between two rounds, which costs progress a sample, K most, and the more so at a high learning rate: so a
-rise must promise more than it costs (docs/results/rounds.md, fragments.md, wires.md).
+for all, or until a rank has finished a second task: about one. A coarser wire makes what a round sends a quarter, and
+then a 124th, twice the fragments of a large model half, and so the time that the link takes for it. Twice the K is half
+of the work, and lets a rank run twice as many slices ahead, so that it need not wait for a slow link. All but the wire
+part local weights further between two rounds, which costs progress a sample, K most, and the more so at a high learning
+rate: so a rise must promise more than it costs (docs/results/rounds.md, fragments.md, wires.md).
 
 Pure: no clock, and the simulator runs the same.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, get_args
 
 from hetsync.config.schema import RULED_DELAY_BOUND, SyncConfig, WireFormat, most_grace
@@ -35,8 +36,8 @@ RULED_GRACE = 1
 SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
 GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
 GRACE_COSTS_FRAGMENTED = 0.05  # beside two fragments (docs/results/fragments.md)
-RULED_WIRE: WireFormat = "int8"
-WIRE_COSTS = 0.02  # of the time to a target: none was seen (docs/results/wires.md)
+RULED_WIRES: tuple[WireFormat, ...] = ("int8", "top64")
+WIRE_COSTS = 0.02  # a judgement: of the time to a target nothing was seen (docs/results/wires.md)
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target by four in place of two; 0.08 with grace
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
@@ -46,6 +47,8 @@ RETRY_WINDOWS = 32  # before it is tried again; four times as many after each re
 LOWER_AT = 0.25  # of what raised it: where it would not be raised again at once
 CALM_WINDOWS = 8  # in a row before rounds become more; four times as many after each raise, so that it does not swing
 SETTLING_TASKS = 4  # of each rank, after the start or a change: rounds have yet to come to their number
+FIRST_TASKS = 2  # of these, in which a device may have much to prepare
+OVERWHELMING = 3.0  # waits over computing: in step, at a link so slow, a whole window would be most of a short job
 WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
@@ -142,7 +145,8 @@ def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
         costs = GRACE_COSTS if first.fragments == 1 else GRACE_COSTS_FRAGMENTED
         rises.append(Rise("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, costs))
     if sync.wire == "auto":
-        rises.append(Rise("wire", first.wire, RULED_WIRE, 0.0, 1.0, WIRE_COSTS))
+        wires = (first.wire, *RULED_WIRES)
+        rises += [Rise("wire", before, wire, 0.0, 1.0, WIRE_COSTS) for before, wire in pairwise(wires)]
     if sync.fragments == "auto":
         saves = (SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS)
         rises.append(Rise("fragments", first.fragments, sync.most_fragments, *saves))
@@ -170,9 +174,21 @@ class Window:
     wait_seconds: float = 0.0
     longest_wait: float = 0.0  # of one task
 
+    def add(self, seconds: float, work_seconds: float, wait_seconds: float) -> None:
+        self.tasks += 1
+        self.seconds += seconds
+        self.work_seconds += work_seconds
+        self.wait_seconds += wait_seconds
+        self.longest_wait = max(self.longest_wait, wait_seconds)
+
     def is_full(self, synchronous: bool) -> bool:
         part = SYNCHRONOUS_WINDOW if synchronous else 1.0
         return self.tasks >= part * WINDOW_TASKS and self.seconds >= part * WINDOW_SECONDS
+
+    @property
+    def is_clear(self) -> bool:
+        """Few tasks as they are, they leave no doubt."""
+        return self.tasks >= SETTLING_TASKS - FIRST_TASKS and self.wait_seconds > OVERWHELMING * self.seconds
 
 
 @dataclass
@@ -196,6 +212,7 @@ class RoundsRule:
         self._window_ends = version + WINDOW_ROUNDS
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
+        self._early: defaultdict[int, Window] = defaultdict(Window)  # but for the first, of these
         self._promised: tuple[Rise, float] | None = None  # a rise, and the overhead that the next window should show
         self._calm = 0  # windows in a row that would bear more rounds
         self._delayed = 0  # windows in a row in delayed mode, where that is by rule
@@ -204,15 +221,13 @@ class RoundsRule:
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
+        windows = self._windows
         if self._settling[rank]:
             self._settling[rank] -= 1
-            return
-        window = self._windows[rank]
-        window.tasks += 1
-        window.seconds += seconds
-        window.work_seconds += work_seconds
-        window.wait_seconds += wait_seconds
-        window.longest_wait = max(window.longest_wait, wait_seconds)
+            windows = self._early
+            if self._settling[rank] >= SETTLING_TASKS - FIRST_TASKS:
+                return
+        windows[rank].add(seconds, work_seconds, wait_seconds)
 
     def give_up_delay(self, settings: Settings, version: int, reason: str) -> RoundsChange:
         """For good."""
@@ -240,6 +255,7 @@ class RoundsRule:
 
     def _settle(self, version: int) -> None:
         self._settling.clear()
+        self._early.clear()
         self._synchronous = self._called_for = 0
         self._begin_window(version)
 
@@ -251,14 +267,19 @@ class RoundsRule:
         """Other settings, once a window is over, if there is reason for them. `shares` of the ranks at work."""
         if version < self._window_ends or not shares:
             return None
-        if not all(self._windows[rank].is_full(settings.synchronous) for rank in shares):
+        if all(self._windows[rank].is_full(settings.synchronous) for rank in shares):
+            windows = dict(self._windows)
+        elif settings.synchronous and all(self._early[rank].is_clear for rank in shares):
+            windows = dict(self._early)
+        else:
             return None
         # Means over ranks, by their parts of a batch.
-        parts = {rank: share / sum(shares.values()) / self._windows[rank].seconds for rank, share in shares.items()}
-        work = sum(part * self._windows[rank].work_seconds for rank, part in parts.items())
-        waits = sum(part * self._windows[rank].wait_seconds for rank, part in parts.items())
-        longest = sum(part * self._windows[rank].longest_wait for rank, part in parts.items())
+        parts = {rank: share / sum(shares.values()) / windows[rank].seconds for rank, share in shares.items()}
+        work = sum(part * windows[rank].work_seconds for rank, part in parts.items())
+        waits = sum(part * windows[rank].wait_seconds for rank, part in parts.items())
+        longest = sum(part * windows[rank].longest_wait for rank, part in parts.items())
         self._begin_window(version)
+        self._early.clear()
         new, besides = self._choose(settings, work, waits, waits - longest)
         if new == settings:
             return None

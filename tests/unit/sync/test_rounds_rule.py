@@ -11,6 +11,7 @@ from hetsync.sync.rounds_rule import (
     ADAPTIVE_DELAY_COSTS,
     CALM_WINDOWS,
     DELAY_COSTS,
+    FIRST_TASKS,
     GREATER_QUORUM,
     LASTING_WINDOWS,
     MOST_ACCUMULATION,
@@ -588,6 +589,7 @@ def test_it_is_coarser_where_ranks_wait_for_rounds():
     assert change.wire == "int8"
     assert change.reason == "rounds take 0% of a slice, and waits 10%: D = 4, K = 1, q = 0.25, int8 on the wire"
     assert [job.window(lambda k: (0.0, 0.0)) for _ in range(CALM_WINDOWS)] == [None] * CALM_WINDOWS
+    assert job.window(lambda k: (0.0, 0.1)).wire == "top64"
 
 
 def test_it_is_as_before_where_that_saves_too_little():
@@ -601,6 +603,7 @@ def test_gradients_travel_as_they_are():
     job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
     assert job.window(lambda k: (0.0, 0.5)).delay_bound == 4
     assert job.window(lambda k: (0.0, 0.1)).wire == "int8"
+    assert job.window(lambda k: (0.0, 0.05)).wire == "top64"
     assert job.rule.give_up_delay(job.settings, job.version, "lost").wire == "float32"
     assert rule_for(replace(WIRE_BY_RULE, wire="int4")) is None
 
@@ -608,3 +611,25 @@ def test_gradients_travel_as_they_are():
 def test_a_resumed_job_goes_on_with_its_wire():
     assert found_before(WIRE_BY_RULE, Settings(4, 0.25, wire="int8")).wire == "int8"
     assert found_before(replace(WIRE_BY_RULE, wire="float32"), Settings(4, 0.25, wire="int8")).wire == "float32"
+
+
+def test_where_waits_are_overwhelming_few_rounds_in_step_are_enough():
+    def decided(waits, last):
+        rule = rule_for(SyncConfig(quorum=0.25, grace=0, fragments=1))
+        for rank in SHARES:
+            for number in range(SETTLING_TASKS):
+                rule.observe(rank, 1.0, 0.0, waits if number < FIRST_TASKS or rank == 0 else last)
+        return rule.decide(Settings(0, 0.25), WINDOW_ROUNDS, SHARES)
+
+    change = decided(5.0, 4.0)
+    assert (change.delay_bound, change.waits) == (4, pytest.approx(0.75 * 5 + 0.25 * 4))
+    assert decided(5.0, 0.1) is None  # a rank that others wait for
+    assert decided(2.0, 2.0) is None
+
+
+def test_what_a_rise_has_promised_is_judged_by_a_whole_window():
+    rule, settings = rule_for(SyncConfig(4, 0.25, "auto", 0, fragments=1)), Settings(4, 0.25)
+    for rank in SHARES:
+        for _ in range(SETTLING_TASKS):
+            rule.observe(rank, 1.0, 0.0, 5.0)
+    assert rule.decide(settings, WINDOW_ROUNDS, SHARES) is None
