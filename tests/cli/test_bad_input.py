@@ -65,7 +65,7 @@ ARGUMENTS = {
         "sync.delay_bound is soon: it must be a whole number or auto or null",
     ),
     "fraction": (["--sync.accumulation", "1.5"], "sync.accumulation is 1.5: it must be a whole number or auto"),
-    "no such choice": (["--sync.wire", "float16"], "sync.wire is float16: it must be float32, bfloat16, int8, "),
+    "no such choice": (["--sync.wire", "float16"], "sync.wire is float16: it must be auto, float32, bfloat16, int8, "),
     "nested choice": (["--sync.outer.name", "sgd"], "sync.outer.name is sgd: it must be identity or nesterov"),
     "no truth value": (["--sync.rebalance", "3"], "sync.rebalance is 3: it must be true or false"),
     "no mapping": (["--data.options", "5"], "data.options is 5: it must be a mapping of text to values"),

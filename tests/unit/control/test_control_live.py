@@ -188,12 +188,9 @@ def test_a_decision_comes_into_force_and_into_telemetry(job: Job) -> None:
     assert (summary["start_cpu_seconds"], summary["cpu_seconds"]) == (2.5, 2.6)
     first, second = job.records()
     assert (first["kind"], first["reason"], second["reason"]) == ("control", "the network is busy", "all is well")
-    assert first["settings"] == {"delay_bound": 4, "quorum": 0.25, "accumulation": 1, "fragments": 1, "grace": 0}
-    assert (
-        first["decision"]
-        == second["decision"]
-        == {"delay_bound": 8, "quorum": 0.25, "accumulation": 2, "fragments": 1, "grace": 0}
-    )
+    others = {"quorum": 0.25, "fragments": 1, "grace": 0, "wire": "float32"}
+    assert first["settings"] == {"delay_bound": 4, "accumulation": 1, **others}
+    assert first["decision"] == second["decision"] == {"delay_bound": 8, "accumulation": 2, **others}
     assert (first["seconds"], first["samples"], first["loss"]) == (5.0, 32, 0.25)
 
 

@@ -406,4 +406,4 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: str, other: str) ->
 
 def test_progress_holds_plain_values_only() -> None:
     kinds = {field.type for field in dataclasses.fields(Progress)}
-    assert kinds <= {"int", "float", "tuple[int, ...]"}
+    assert kinds <= {"int", "float", "tuple[int, ...]", "WireFormat"}

@@ -148,6 +148,7 @@ def test_digests_may_not_be_missing_where_they_belong(run: Run) -> None:
         {"accumulation": 0},
         {"fragments": 0},
         {"grace": -1},
+        {"wire": "float16"},
         {"train_seconds": -1.0},
         {"train_seconds": math.nan},
     ],
