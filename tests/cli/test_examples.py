@@ -70,6 +70,7 @@ def test_with_lightning(tmp_path: Path) -> None:
     assert monitor["best_model_score"] > LEAST_ACCURACY
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(
     ("module", "script", "ranks"),
     [

@@ -171,6 +171,7 @@ def noise_scale_of(model: torch.nn.Module, data: Blobs) -> float:
     return float((each - mean).square().sum() / len(each) / mean.square().sum())
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(("bound", "momentum"), [(0, 0.9), (4, 0.0)])
 def test_the_noise_scale_is_measured_while_training(
     plane: Plane, bound: int, momentum: float, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +221,7 @@ def test_without_a_controller_no_norm_is_computed(plane: Plane, bound: int, monk
     assert not weighed
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("how", ["killed", "failed"])
 def test_training_goes_on_without_its_controller(plane: Plane, how: str, capfd: pytest.CaptureFixture[str]) -> None:
     struck, died = [], []

@@ -94,6 +94,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delay_guard, "WINDOW_BATCHES", 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.mpi
 @pytest.mark.parametrize("optimizer_class", RATES)
 @pytest.mark.parametrize("how", ["nan", "away"])
@@ -159,6 +160,7 @@ def test_a_resumed_job_that_is_delayed_has_a_way_back(plane: Plane, folder: Path
     assert all(weight.isfinite().all() for weight in found)
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["nan", "away"])

@@ -96,6 +96,7 @@ def test_barrier_waits_for_the_last(plane: Plane) -> None:
     assert left >= max(plane.gather_objects(entered))
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("plane", ["mpi", "store"], indirect=True)  # the others have messages of one of them
 def test_waiting_burns_no_core(plane: Plane) -> None:

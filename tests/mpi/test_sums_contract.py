@@ -170,6 +170,7 @@ def test_many_in_flight_polled_in_any_order(plane: Plane, finish: Finish) -> Non
     assert_same_bits(plane, *tensors)
 
 
+@pytest.mark.each_value(3)
 def test_handle_owns_its_buffers(plane: Plane, finish: Finish) -> None:
     memory = torch.ones(50_000)
     handles = [plane.allreduce(memory[:20_000]), plane.allreduce(memory[20_000:].clone(), "int8")]

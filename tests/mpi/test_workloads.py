@@ -98,6 +98,7 @@ def loss_on_all(model: torch.nn.Module, data: Data) -> float:
     return data.loss(copy.deepcopy(model), fetch(data.train, list(range(count)), data.collate)).item()
 
 
+@pytest.mark.each_value(6)
 def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, data: Data) -> None:
     """In delayed mode: a synchronous job equals one process, which is a test of its own."""
     model = workload.model(data)

@@ -15,6 +15,7 @@ from benchmarks.fuzz.run import sound_inputs, try_case
 CASES = 12  # of each kind
 
 
+@pytest.mark.each_value(5)
 @pytest.mark.parametrize("kind", [name for name in KINDS if not name.startswith("page")])  # a page takes 0.3 s
 def test_a_damaged_input_works_or_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "")  # put back afterwards

@@ -105,6 +105,7 @@ def test_it_is_the_goodput_controller_where_larger_synchronous_steps_are_useless
         episode.tune(decision.settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jobs", [8, pytest.param(20, marks=pytest.mark.thorough)])
 def test_the_policy_that_comes_along_is_better_than_leaving_things_alone(jobs: int) -> None:
     """On jobs that it has not learned from, and never much worse on any. On most there is little to be gained."""

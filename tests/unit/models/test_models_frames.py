@@ -205,6 +205,7 @@ def test_the_horizon_is_the_data_s() -> None:
         models.build_for(data, "conv_lstm", {"horizon": 5})
 
 
+@pytest.mark.each_value(1)
 @peephole_or_none
 def test_it_learns_how_blobs_move(peephole: bool) -> None:
     data = synthetic_frames(clips=800, size=8, steps=3, horizon=2, noise=0.02)

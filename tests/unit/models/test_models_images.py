@@ -156,6 +156,7 @@ def test_gradient_reaches_every_weight_tensor(case):
     assert [name for name, p in model.named_parameters() if not p.grad.count_nonzero()] == []
 
 
+@pytest.mark.each_value(4)
 @tiny
 def test_learns_sixteen_images_by_heart(case):
     model = make(case)

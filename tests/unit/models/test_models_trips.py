@@ -124,6 +124,7 @@ def test_gradients_of_unequal_parts_sum_to_the_batch(data: Data, name: str, opti
     assert (whole - weighted).norm() <= 1e-9 * whole.norm()
 
 
+@pytest.mark.each_value(1)
 @each_model
 def test_it_learns(data: Data, name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from hetsync.simulate.simulation import Simulation
 DIGITS = Path(hetsync.models.__file__).parent / "recipes" / "digits.yaml"
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("bound", [4, "auto"])
 @pytest.mark.parametrize(
     ("optimizer", "rate", "cluster"),

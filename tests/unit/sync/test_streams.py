@@ -157,6 +157,7 @@ DEATHS: dict[str, Settings] = {
 }
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize("settings", DEATHS.values(), ids=DEATHS)
 def test_no_stream_overtakes_another_after_a_death(sanitizer: Sanitizer, settings: Settings) -> None:
     settings = {"delay_bound": 4, **settings}
@@ -197,6 +198,7 @@ PLANTED: dict[str, tuple[Any, str, Any, Settings, str]] = {
 }
 
 
+@pytest.mark.each_value(4)
 @pytest.mark.parametrize(("owner", "name", "planted", "settings", "where"), PLANTED.values(), ids=PLANTED)
 def test_a_planted_race_is_told(
     sanitizer: Sanitizer,

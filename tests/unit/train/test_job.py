@@ -473,6 +473,7 @@ with hetsync.join() as job:
 """
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("samples", ["48", "20_000"])  # more than a pipe holds
 def test_workers_of_a_script_without_a_guard(tmp_path: Path, samples: str) -> None:
     (tmp_path / "script.py").write_text(NO_GUARD.replace("SAMPLES", samples))

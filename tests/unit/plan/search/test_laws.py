@@ -126,6 +126,7 @@ def test_no_seconds_are_no_search(name):
     assert run(name, diamonds(), budget=Budget(10**6, 0.0)).arms == []
 
 
+@pytest.mark.each_value(5)
 @pytest.mark.parametrize("name", [*SEARCHES, "best"])
 def test_a_seed_decides_everything(name):
     found = [run(name, diamonds(), budget=Budget(80), seed=3).found() for _ in range(2)]

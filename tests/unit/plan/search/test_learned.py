@@ -88,6 +88,7 @@ def test_nothing_is_proposed_for_ever(name):
     assert driver.arms[-1].evaluations <= 3
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize("name", LEARNED)
 def test_two_replicas_are_placed_on_their_own_ranks(name):
     asked = problem(6, (1.0, 1.0, 2.0), replicas=((0, 2), (1,)))
