@@ -87,6 +87,7 @@ def ending(done: Done) -> tuple[int, int, float]:
     return int(samples), int(ranks), float(error)
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize("script", [ACCELERATOR, TRAINER], ids=["accelerator", "trainer"])
 @pytest.mark.parametrize(("rank", "bound"), [(0, 0), pytest.param(2, 4, marks=pytest.mark.thorough)])
 def test_the_others_go_on_and_evaluate_all(tmp_path: Path, script: str, rank: int, bound: int) -> None:
@@ -100,6 +101,7 @@ def test_the_others_go_on_and_evaluate_all(tmp_path: Path, script: str, rank: in
     assert left[2] == pytest.approx(whole[2], rel=1e-4 if bound == 0 else 0.3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [12, pytest.param(8, marks=pytest.mark.thorough)])  # in the loop, and after it
 def test_an_evaluation_in_which_a_rank_dies_is_made_by_the_others(tmp_path: Path, step: int) -> None:
     pytest.importorskip("transformers")

@@ -129,6 +129,7 @@ def test_who_comes_first_waits_and_one_of_two_takes_it(tmp_path: Path) -> None:
     assert sum("this process is not needed: the job has ended" in done.err for done in ends) == 1
 
 
+@pytest.mark.thorough
 def test_who_waits_leaves_at_a_signal_and_one_that_is_killed_gives_its_place_away(tmp_path: Path) -> None:
     with job(tmp_path, "--sync.delay_bound", "4") as ranks:
         with join(tmp_path) as waiting:

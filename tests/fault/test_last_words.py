@@ -105,6 +105,7 @@ def local(folder: Path, words: list[str]) -> Done:
         return finished(job)
 
 
+@pytest.mark.each_value(1)
 @pytest.mark.parametrize(("flags", "status"), [([], 128 + signal.SIGKILL), (["--tolerate"], 0)])
 def test_a_rank_killed_by_its_memory_limit(tmp_path: Path, flags: list[str], status: int) -> None:
     """mpirun said "signal 9 (Killed)"."""
