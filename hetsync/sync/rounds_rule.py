@@ -5,8 +5,8 @@ bound is by rule a job begins synchronous. Where ranks wait there for longer tha
 nobody sees any more what they would wait for: so the rule looks back, for a window of synchronous training, ever more
 seldom. In delayed mode five things make synchronisation less. A greater quorum q, of half a full set, lets a round wait
 for more contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait
-for all, or until a rank has finished a second task: about one. A coarser wire makes what a round sends a quarter, and
-then a 124th, twice the fragments of a large model half, and so the time that the link takes for it. Twice the K is half
+for all, or until a rank has finished a second task: about one. A coarser wire makes what a round sends a quarter, or a
+124th, twice the fragments of a large model half, and so the time that the link takes for it. Twice the K is half
 of the work, and lets a rank run twice as many slices ahead, so that it need not wait for a slow link. All but the wire
 part local weights further between two rounds, which costs progress a sample, K most, and the more so at a high learning
 rate: so a rise must promise more than it costs (docs/results/rounds.md, fragments.md, wires.md).
@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from hetsync.config.schema import RULED_DELAY_BOUND, SyncConfig, WireFormat, most_grace
 from hetsync.sync.messages import NO_BOUND, Settings, settings_of
@@ -36,8 +35,9 @@ RULED_GRACE = 1
 SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
 GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
 GRACE_COSTS_FRAGMENTED = 0.05  # beside two fragments (docs/results/fragments.md)
-RULED_WIRES: tuple[WireFormat, ...] = ("int8", "top64")
-WIRE_COSTS = 0.02  # a judgement: of the time to a target nothing was seen (docs/results/wires.md)
+# Wires, and for how long ranks must wait: a judgement, of the time to a target none has cost anything
+# (docs/results/wires.md). A round of a quarter of the bytes ends waits of up to three slices.
+WIRE_COSTS: dict[WireFormat, float] = {"top64": 1.0, "int8": 0.02}
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target by four in place of two; 0.08 with grace
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
@@ -102,14 +102,17 @@ class Rise(NamedTuple):
         return self.key == "delay_bound"
 
     def is_made(self, settings: Settings) -> bool:
-        return _level(getattr(settings, self.key)) >= _level(self.value)
+        made = getattr(settings, self.key)
+        return bool(made == self.value if self.key == "wire" else made >= self.value)
 
     def is_next(self, settings: Settings) -> bool:
         if self.not_with_grace and settings.grace_within_bound:
             return False
         if settings.synchronous and not self.delays:
             return False
-        return _level(self.before) <= _level(getattr(settings, self.key)) < _level(self.value)
+        if self.key == "wire":  # what one leaves for later only exact sums give to another
+            return settings.wire == self.before
+        return bool(self.before <= getattr(settings, self.key) < self.value)
 
     def made(self, settings: Settings) -> Settings:
         return replace(settings, **{self.key: self.value})
@@ -119,11 +122,6 @@ class Rise(NamedTuple):
 
     def saving(self, work: float, waits: float) -> float:
         return self.work_saved * work + self.waits_saved * waits
-
-
-def _level(value: Any) -> float:
-    """By which values of a key are compared."""
-    return float(get_args(WireFormat).index(value) if isinstance(value, str) else value)
 
 
 def delay_costs(adaptive: bool) -> float:
@@ -145,8 +143,7 @@ def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
         costs = GRACE_COSTS if first.fragments == 1 else GRACE_COSTS_FRAGMENTED
         rises.append(Rise("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, costs))
     if sync.wire == "auto":
-        wires = (first.wire, *RULED_WIRES)
-        rises += [Rise("wire", before, wire, 0.0, 1.0, WIRE_COSTS) for before, wire in pairwise(wires)]
+        rises += [Rise("wire", first.wire, wire, 0.0, 1.0, costs) for wire, costs in WIRE_COSTS.items()]
     if sync.fragments == "auto":
         saves = (SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS)
         rises.append(Rise("fragments", first.fragments, sync.most_fragments, *saves))

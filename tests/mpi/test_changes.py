@@ -25,6 +25,7 @@ from training import (
     unequal_shares,
 )
 
+from hetsync.config.schema import WireFormat
 from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
 from hetsync.sync import rounds_rule
@@ -95,6 +96,20 @@ def test_q_and_k_rise_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> 
     settings = outcome.session.settings
     last = expected[-1] if expected else (1, 0.25, 0)
     assert plane.gather_objects((settings.accumulation, settings.quorum, settings.grace)) == [last] * plane.size
+
+
+@pytest.mark.parametrize("wire", ["int8", "top64"])
+def test_the_wire_comes_and_goes_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch, wire: WireFormat) -> None:
+    """With delay, where any wait is too much: ranks are alike at rests, whatever wires rounds have had."""
+    for name, value in {**ANY_REASON, "CALM_WINDOWS": 1, "WIRE_COSTS": {wire: -1.0}}.items():
+        monkeypatch.setattr(rounds_rule, name, value)
+    sync, device = delayed(plane, delay_bound="auto", quorum=0.25, grace=0, wire="auto"), of_unequal_speed(plane.rank)
+    outcome = train(plane, sync, samples=16 * SAMPLES, rests=[90], device=device)
+    assert_invariants(plane, [outcome], 16 * SAMPLES, 4)
+    if plane.rank == 0:
+        changes = outcome.session.rounds_changes
+        assert ({change.wire for change in changes if change.delay_bound} == {"float32", wire}) == (plane.size > 1)
+        assert all(change.wire == "float32" for change in changes if change.delay_bound == 0)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetsync.plane.base import Residual
 from hetsync.plane.wire import WIRE_FORMATS, round_trip
@@ -76,6 +78,24 @@ def test_what_rounding_loses_counts_by_its_own_samples(wire, overlap):
             deltas.apply_sum()
             flight = deltas.pack(True, BATCH, wire)
             flight.copy_(round_trip(flight, wire))
+        deltas.apply_sum()
+        assert deltas.apply()
+    torch.testing.assert_close(deltas.anchor, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(WIRE_FORMATS), st.integers(1, 9)), min_size=1, max_size=8), st.integers(0, 99)
+)
+def test_all_arrives_whatever_wires_follow_each_other(rounds, seed):
+    """As the rule has them."""
+    generator, local, expected = torch.Generator().manual_seed(seed), [torch.zeros(70)], torch.zeros(70)
+    deltas = Deltas(local)
+    for wire, samples in [*rounds, ("float32", 4)]:
+        local[0] += (progress := torch.randn(70, generator=generator))
+        expected += progress * samples / BATCH
+        deltas.finish(samples, 1)
+        addend = deltas.pack(True, BATCH, wire)
+        addend.copy_(round_trip(addend, wire))
         deltas.apply_sum()
         assert deltas.apply()
     torch.testing.assert_close(deltas.anchor, expected, rtol=1e-5, atol=1e-5)

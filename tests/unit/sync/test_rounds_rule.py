@@ -589,7 +589,8 @@ def test_it_is_coarser_where_ranks_wait_for_rounds():
     assert change.wire == "int8"
     assert change.reason == "rounds take 0% of a slice, and waits 10%: D = 4, K = 1, q = 0.25, int8 on the wire"
     assert [job.window(lambda k: (0.0, 0.0)) for _ in range(CALM_WINDOWS)] == [None] * CALM_WINDOWS
-    assert job.window(lambda k: (0.0, 0.1)).wire == "top64"
+    assert job.window(lambda k: (0.0, 5.0)) is None  # nor does one rounding follow another
+    assert Job(sync=WIRE_BY_RULE).window(lambda k: (0.0, 1.1)).wire == "top64"
 
 
 def test_it_is_as_before_where_that_saves_too_little():
@@ -603,7 +604,6 @@ def test_gradients_travel_as_they_are():
     job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
     assert job.window(lambda k: (0.0, 0.5)).delay_bound == 4
     assert job.window(lambda k: (0.0, 0.1)).wire == "int8"
-    assert job.window(lambda k: (0.0, 0.05)).wire == "top64"
     assert job.rule.give_up_delay(job.settings, job.version, "lost").wire == "float32"
     assert rule_for(replace(WIRE_BY_RULE, wire="int4")) is None
 
