@@ -14,6 +14,7 @@ from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.digests import weights_sha256
+from hetsync.sync.tail import trained_values
 from hetsync.train.evaluation import Evaluations
 from hetsync.train.plan_figures import plan_figures
 from hetsync.train.rollback import Rollbacks
@@ -120,7 +121,13 @@ class Figures:
             control=session.control.summary() if session.control is not None else None,
             rounds_changes=session.rounds_changes,
             plan=None if plan is None else plan_figures(plan, self._step_seconds(per_rank)),
+            ddp_bytes=self._ddp_bytes() if plan is None else None,
         )
+
+    def _ddp_bytes(self) -> float:
+        session = self._session
+        batches = (session.applied - session.terms.applied) / session.terms.batch_size
+        return 4 * trained_values(session.model) * batches
 
     def _step_seconds(self, per_rank: Sequence[RankFigures]) -> float | None:
         """Of a batch, which may have gone out in shorter slices."""

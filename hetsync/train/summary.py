@@ -267,6 +267,7 @@ class RunFigures:
     rounds_changes: Sequence[RoundsChange] = ()  # by rule
     landscape: Mapping[str, Any] | None = None  # of the simulated learner
     plan: PlanFigures | None = None
+    ddp_bytes: float | None = None  # that each rank would sum in float32, once a batch; None: not known
     simulated: bool = False
 
 
@@ -287,6 +288,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         **_of_one_kind(run),
         "samples_per_second": rate,
         **report_card(rate, [*(rank.row_over(seconds) for rank in ranks), *(rank.row_over(seconds) for rank in lost)]),
+        "bytes_of_ddp": sum(rank.bytes_sent for rank in ranks) / len(ranks) / run.ddp_bytes if run.ddp_bytes else None,
         "rounds": run.rounds,
         "staleness": {
             "mean": mean_staleness(run.staleness),

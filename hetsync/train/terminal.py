@@ -225,8 +225,8 @@ class Terminal:
                 if None in rates
                 else [f"equal shares in lock-step could reach {equal_share_ceiling(rates):.3f} at most"]
             ),
-            f"{summary['rounds']} rounds, staleness {staleness['mean']:.2f} on average, {staleness['max']} at most"
-            f" (bound {bound}); rank {waiter['rank']} ({place}) waited longest,"
+            f"{summary['rounds']} rounds{_bytes(summary)}, staleness {staleness['mean']:.2f} on average,"
+            f" {staleness['max']} at most (bound {bound}); rank {waiter['rank']} ({place}) waited longest,"
             f" {waiter['wait_fraction']:.1%} of the time",
         ]
         if summary["rounds_changes"]:
@@ -245,6 +245,11 @@ class Terminal:
                 " measured, not the program; lower --emulation.samples_per_second"
             )
         self._console.print("\n".join(lines))
+
+
+def _bytes(summary: Mapping[str, Any]) -> str:
+    sent = summary.get("bytes_of_ddp")
+    return f" of {sent:.2g} times the bytes of DistributedDataParallel" if sent else ""
 
 
 def _of_expected(summary: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from hetsync.config.schema import (
     OptimizerConfig,
     RunConfig,
     SyncConfig,
+    WireFormat,
 )
 from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import UserError
@@ -73,6 +74,18 @@ def test_each_precision_learns(plane: Plane, folder: Path, precision: str, bound
     trainer = train(plane, recipe(folder, bound, precision=precision, samples=3200))
     assert trainer.job.metrics["accuracy"] > 0.5
     assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("wire", "expected"), [("float32", 1.0), ("int8", 0.25)])
+def test_the_summary_tells_what_sums_were_of_ddps(
+    plane: Plane, folder: Path, wire: WireFormat, expected: float
+) -> None:
+    config = recipe(folder, 0)
+    train(plane, replace(config, sync=replace(config.sync, wire=wire)))
+    if plane.rank == 0:
+        told = json.loads((folder / "summary.json").read_text())["bytes_of_ddp"]
+        assert told == (pytest.approx(expected, rel=0.05) if plane.size > 1 else 0)
+    plane.barrier()
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
