@@ -102,11 +102,26 @@ class Residual:
     """What rounding has taken from the sums of one stream of collectives so far, in the shard that this rank adds up.
 
     The caller keeps one a stream, whose tensors have one size, and the plane fills it: `values` belong at `first`.
+    Those of another wire's shards are laid aside until a sum that is not rounded takes them.
     """
 
     def __init__(self) -> None:
         self.first = 0
         self.values: torch.Tensor | None = None
+        self._aside: list[tuple[int, torch.Tensor]] = []
+
+    def in_shard(self, values: int) -> torch.Tensor | None:
+        """What is kept for a shard of so many values."""
+        if self.values is not None and self.values.numel() != values:
+            self._aside.append((self.first, self.values))
+            self.values = None
+        return self.values
+
+    def take_all(self) -> list[tuple[int, torch.Tensor]]:
+        """What is kept, and where it belongs; nothing is then."""
+        kept = [*self._aside, *([(self.first, self.values)] if self.values is not None else [])]
+        self._aside, self.values = [], None
+        return kept
 
 
 class Channels(ABC):

@@ -111,8 +111,8 @@ def encode_sum(total: torch.Tensor, wire: WireFormat, residual: Residual | None,
     """
     if residual is None:
         return encode(total, wire)
-    if residual.values is not None:
-        total += residual.values
+    if (kept := residual.in_shard(total.numel())) is not None:
+        total += kept
     data = encode(total, wire)
     lost = total.sub_(decode(data, total.numel(), wire))
     residual.first, residual.values = first, lost.nan_to_num_(0.0, 0.0, 0.0)  # or one infinity would come back for ever
@@ -121,10 +121,9 @@ def encode_sum(total: torch.Tensor, wire: WireFormat, residual: Residual | None,
 
 def deliver(residual: Residual | None, tensor: torch.Tensor) -> None:
     """Add what is kept to this rank's addend, for a sum that is not rounded; nothing is kept then."""
-    if residual is not None and residual.values is not None:
-        shard = tensor[residual.first :][: residual.values.numel()]  # shards are filled up beyond the tensor's end
-        shard += residual.values[: shard.numel()]
-        residual.values = None
+    for first, values in residual.take_all() if residual is not None else ():
+        shard = tensor[first:][: values.numel()]  # shards are filled up beyond the tensor's end
+        shard += values[: shard.numel()]
 
 
 def _floating(wire: WireFormat) -> torch.dtype:

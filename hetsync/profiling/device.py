@@ -168,12 +168,13 @@ def engine_buffers(config: Config) -> int:
     if config.sync.delay_bound == 0 and config.control.name == "fixed":
         return buckets_of(config.sync)
     evaluates = EVALUATION_BUFFERS if config.run.evaluate_every is not None else 0
-    return ENGINE_BUFFERS + evaluates + (config.sync.outer.name != "identity")
+    rounds_off = config.sync.wire != "float32"  # by rule perhaps later
+    return ENGINE_BUFFERS + evaluates + (config.sync.outer.name != "identity") + rounds_off
 
 
 def buckets_of(sync: SyncConfig) -> int:
     """Copies of the model that synchronous training keeps: its gradients, and what rounding has taken from them."""
-    return 1 + (sync.wire != "float32")
+    return 1 + (sync.first_wire != "float32")
 
 
 def memory_cap(

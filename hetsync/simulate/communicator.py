@@ -156,7 +156,7 @@ class Communicator:
         summed = sum(start.sums(part, parts) for part in range(parts))
         seconds = scenario.link_seconds(-(-traffic.weights * summed // parts), start.wire)
         if traffic.buffers and start.sums(parts - 1, parts):
-            seconds += scenario.link_seconds(traffic.buffers, start.wire)
+            seconds += scenario.link_seconds(traffic.buffers)
         return seconds * self.link_slow_by
 
     def _delayed_summed(self, delayed: DelayedRound, interval: float) -> None:

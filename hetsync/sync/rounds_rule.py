@@ -185,7 +185,7 @@ class Window:
     @property
     def is_clear(self) -> bool:
         """Few tasks as they are, they leave no doubt."""
-        return self.tasks >= SETTLING_TASKS - FIRST_TASKS and self.wait_seconds > OVERWHELMING * self.seconds
+        return self.tasks >= SETTLING_TASKS - FIRST_TASKS and self.wait_seconds > OVERWHELMING * self.seconds > 0
 
 
 @dataclass

@@ -75,6 +75,18 @@ def test_what_rounding_takes_from_sums_comes_with_later_ones(plane: Plane, finis
     assert_same_bits(plane, arrived, rest)
 
 
+def test_it_comes_whatever_wires_follow_each_other(plane: Plane, finish: Finish) -> None:
+    """Whose shards are of different sizes."""
+    n, residual = 3 * LARGEST_BLOCK + 5, Residual()
+    given, summed = torch.zeros(n), torch.zeros(n)
+    for number, wire in enumerate(("top64", "int8", "top64", "bfloat16", "float32")):
+        tensor = addend(plane.rank, n) * (number + 1)
+        given += sum(round_trip(x * (number + 1), wire) for x in addends(plane, n))
+        finish(plane.allreduce(tensor, wire, residual), name=f"{wire} sum")
+        summed += tensor
+    torch.testing.assert_close(summed, given, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_damage_reaches_everybody(plane: Plane, finish: Finish, wire: WireFormat, bad: float) -> None:

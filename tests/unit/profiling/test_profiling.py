@@ -355,6 +355,8 @@ def test_the_cap_follows_the_memory_that_is_left_for_activations():
         (SyncConfig(None), "fixed", 4),
         (SyncConfig(0), "fixed", 1),
         (SyncConfig(0, wire="bfloat16"), "fixed", 2),
+        (SyncConfig(0, wire="auto"), "fixed", 1),
+        (SyncConfig(4, wire="auto"), "fixed", 5),
         (SyncConfig(0), "random", 4),
     ],
 )
