@@ -4,9 +4,9 @@
 
 The jobs of `benchmarks.studies.stability` with AdamW at two rates, on ranks of the quickstart's speeds behind links on
 which a sum of all weights takes 0.5 to 100 slices. Rivals are settings that are exactly them, with shares by speed and
-a bfloat16 wire: DistributedDataParallel with its hook (D = 0), and, with a rank's K local steps between two averages
-that travel while it goes on, local SGD and DiLoCo (Nesterov outside) at the best of three K. Ratios are to the best of
-these by seed; bytes are those of a rank's sums, over those of a float32 sum for each batch.
+a bfloat16 wire: DistributedDataParallel with its hook (D = 0; in 8 bits, too), and, with a rank's K local steps between
+two averages that travel while it goes on, local SGD and DiLoCo (Nesterov outside, three settings), at the best of three
+K. Ratios are to the best of these by seed; bytes are those of a rank's sums, over those of a float32 sum a batch.
 
 Results are kept in the output folder and not repeated.
 """
@@ -30,12 +30,19 @@ from hetsync.plane.wire import encoded_bytes
 LINKS = (0.5, 3.0, 12.0, 100.0)  # slices that a sum of all weights takes
 RATES = (0.0025, 0.005)
 LOCAL = {"delay_bound": 1, "quorum": 1.0, "grace": 0, "wire": "bfloat16"}
-NESTEROV = OuterConfig("nesterov", 0.7, 0.9)
+OUTER = ((0.7, 0.9), (0.7, 0.5), (0.3, 0.5))  # rate and momentum
 STEPS = (2, 8, 32)  # of a rank between two averages
 RIVALS: dict[str, dict[str, Any]] = {
-    "DDP, bfloat16": {"delay_bound": 0, "wire": "bfloat16"},
+    **{f"DDP, {wire}": {"delay_bound": 0, "wire": wire} for wire in ("bfloat16", "int8")},
     **{f"local SGD, K = {steps}": {**LOCAL, "accumulation": steps} for steps in STEPS},
-    **{f"DiLoCo, K = {steps}": {**LOCAL, "accumulation": steps, "outer": NESTEROV} for steps in STEPS},
+    **{
+        f"DiLoCo, K = {steps}, {rate}, {momentum}": {
+            **LOCAL,
+            "accumulation": steps,
+            "outer": OuterConfig("nesterov", rate, momentum),
+        }
+        for steps, (rate, momentum) in product(STEPS, OUTER)
+    },
 }
 OURS: dict[str, dict[str, Any]] = {
     "by rule": {"delay_bound": "auto"},

@@ -121,7 +121,7 @@ class Figures:
             control=session.control.summary() if session.control is not None else None,
             rounds_changes=session.rounds_changes,
             plan=None if plan is None else plan_figures(plan, self._step_seconds(per_rank)),
-            ddp_bytes=self._ddp_bytes() if plan is None else None,
+            ddp_bytes=self._ddp_bytes() if plan is None and len(self._profiles) > 1 else None,
         )
 
     def _ddp_bytes(self) -> float:

@@ -206,9 +206,12 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_run_ends_well(job: tuple[int, Path, Done]) -> None:
-    _, _, done = job
+    ranks, folder, done = job
     assert done.status == 0, done.story
     assert done.sentences == []
+    sent = summary_of(folder)["bytes_of_ddp"]
+    assert (sent is not None) == (" times the bytes of DistributedDataParallel" in done.out) == (ranks > 1)
+    assert sent is None or f" rounds of {sent:.2g} times" in done.out
 
 
 def test_run_folder(job: tuple[int, Path, Done]) -> None:

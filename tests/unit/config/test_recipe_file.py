@@ -131,3 +131,14 @@ def test_a_name_that_no_recipe_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         UserError, match=r"there is no recipe digit \(did you mean digits\?\): give the path of a .yaml"
     ):
         find_recipe("digit")
+
+
+def test_no_recipe_is_changed_by_another() -> None:
+    """They have one parser and its defaults."""
+    content = {"sync": {"pins": {0: 4}}, "model": {"options": {"width": 8}}}
+    first = recipe_of(content)
+    first.sync.pins[1] = 5
+    first.model.options["depth"] = 2
+    recipe_of({}).model.options["depth"] = 3
+    assert (recipe_of({}).sync.pins, recipe_of({}).model.options) == ({}, {})
+    assert (recipe_of(content).sync.pins, recipe_of(content).model.options) == ({0: 4}, {"width": 8})

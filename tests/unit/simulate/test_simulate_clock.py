@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetsync.balance.profile import RankProfile, StepTime
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import SyncConfig, WireFormat
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, LognormalJitter, Slowdown
 from hetsync.emulation.device import EmulatedDevice, emulated_device
 from hetsync.errors import UserError
@@ -100,6 +100,16 @@ def test_buckets_travel_while_backward_runs() -> None:
     assert ends[0] == pytest.approx(50 * (4 + 4), rel=0.01)
     assert ends[1] == pytest.approx(50 * (4 * 2.8 / 3 + 3.6 + 0.4), rel=0.01)
     assert ends[2] == pytest.approx(ends[0], rel=0.01)  # without overlap
+
+
+@pytest.mark.parametrize(("wire", "of_float32"), [("float32", 1.0), ("int8", 0.75 * 1028 / 4096 + 0.25)])
+def test_rounds_take_what_their_wire_sends(wire: WireFormat, of_float32: float) -> None:
+    """Buffers, a quarter of it here, are float32 on each; and so is the drain."""
+    one = scenario([10.0, 10.0], delay_bound=4, wire=wire, link=Link(bytes_per_second=1e6), fragments=1)
+    simulation = Simulation(dataclasses.replace(one, traffic=Traffic(4096 * 16, (1,), 0, 4096 * 4)))
+    simulation.advance()
+    rounds, seconds = simulation.machine.version, simulation.totals.communication_seconds
+    assert seconds == pytest.approx(4 * 4096 * 16 / 1e6 * ((rounds - 1) * of_float32 + 1), rel=0.01)
 
 
 def test_what_the_runtime_takes_is_taken() -> None:

@@ -618,9 +618,10 @@ def test_nobody_idles_beside_a_quick_newcomer_for_having_been_slow(later, works)
 
 def test_who_tunes_k_and_d_leaves_what_a_rule_has_found_besides():
     office = Office(settings=Settings(4, 0.25, fragments=2), rule=rule_for(SyncConfig(delay_bound=4)))
-    office.coordinator.settings = replace(office.coordinator.settings, grace=1, fragments=4)
+    office.coordinator.settings = replace(office.coordinator.settings, grace=1, fragments=4, wire="int8")
     office.coordinator.handle([SettingsChanged(Settings(8, 0.25, 2))])
-    assert office.machine.settings == office.coordinator.settings == Settings(8, 0.25, 2, fragments=4, grace=1)
+    kept = Settings(8, 0.25, 2, fragments=4, grace=1, wire="int8")
+    assert office.machine.settings == office.coordinator.settings == kept
 
 
 def test_where_all_wait_slices_make_up_the_batch():

@@ -124,6 +124,21 @@ def test_a_resumed_run_keeps_its_seed(tmp_path: Path) -> None:
     assert (rest.order, rest.dropout) == (whole.order[24:], whole.dropout[2:])
 
 
+def test_a_trial_seeds_its_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[Any] = []
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.tensor([1]))
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda kept: None)
+    for module in (torch.cuda, torch.mps):
+        monkeypatch.setattr(module, "manual_seed", lambda seed, name=module.__name__: seeded.append((name, seed)))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeded.append("all"))
+    draws = []
+    for devices in ((), (torch.device("cpu"),), (torch.device("mps", 0),)):
+        with set_aside(*devices, seed=7):
+            draws.append((float(torch.rand(1)), float(np.random.rand())))
+    assert seeded == [("torch.mps", 7)]
+    assert len(set(draws)) == 1
+
+
 def test_what_is_set_aside_leaves_an_apple_gpus_chance_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = torch.tensor([1])
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: drawn.clone())
