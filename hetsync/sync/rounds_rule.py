@@ -215,6 +215,7 @@ class RoundsRule:
         self._delayed = 0  # windows in a row in delayed mode, where that is by rule
         self._synchronous = 0  # and in synchronous mode
         self._called_for = 0  # windows in a row that have called for delay
+        self._wire: WireFormat | None = None  # before a look back, after which the link is no faster
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
@@ -238,7 +239,7 @@ class RoundsRule:
     def restart(self, version: int) -> None:
         """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
         whether they need delay is looked at soon."""
-        self._promised = None
+        self._promised = self._wire = None
         self._delayed = 0
         self._trials.update((rise, Trials()) for rise in self._trials if rise.delays)
         self._settle(version)
@@ -296,6 +297,7 @@ class RoundsRule:
             trials.retry_in -= 1
         if self._looks_back(settings):
             # K slices of one contribution would be as many times the batch.
+            self._wire = settings.wire
             return self._in_step(settings), ", to see what they take without delay"
         for rise, trials in self._trials.items():
             saving, steadily = rise.saving(work, waits), rise.saving(work, steady)
@@ -303,7 +305,8 @@ class RoundsRule:
                 self._promised = rise, work + waits - KEPT * saving
                 self._calm = 0
                 trials.made += 1
-                return rise.made(settings), ""
+                made = rise.made(settings)
+                return made if self._wire is None or not rise.delays else replace(made, wire=self._wire), ""
         self._synchronous += settings.synchronous
         return settings if settings.synchronous else self._calmed(settings, work + waits), ""
 

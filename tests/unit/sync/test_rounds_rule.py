@@ -608,6 +608,17 @@ def test_gradients_travel_as_they_are():
     assert rule_for(replace(WIRE_BY_RULE, wire="int4")) is None
 
 
+def test_after_a_look_back_it_is_what_it_was():
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    job.window(lambda k: (0.0, 5.0))
+    assert job.window(lambda k: (0.0, 2.0)).wire == "top64"
+    while not job.settings.synchronous:
+        job.window(lambda k: (0.0, 0.0))
+    assert job.settings.wire == "float32"
+    change = next(filter(None, (job.window(lambda k: (0.0, 5.0)) for _ in range(LASTING_WINDOWS))))
+    assert (change.delay_bound, change.wire) == (4, "top64")
+
+
 def test_a_resumed_job_goes_on_with_its_wire():
     assert found_before(WIRE_BY_RULE, Settings(4, 0.25, wire="int8")).wire == "int8"
     assert found_before(replace(WIRE_BY_RULE, wire="float32"), Settings(4, 0.25, wire="int8")).wire == "float32"
