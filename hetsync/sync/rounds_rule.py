@@ -47,8 +47,10 @@ RETRY_WINDOWS = 32  # before it is tried again; four times as many after each re
 LOWER_AT = 0.25  # of what raised it: where it would not be raised again at once
 CALM_WINDOWS = 8  # in a row before rounds become more; four times as many after each raise, so that it does not swing
 SETTLING_TASKS = 4  # of each rank, after the start or a change: rounds have yet to come to their number
-FIRST_TASKS = 2  # of these, in which a device may have much to prepare
-OVERWHELMING = 3.0  # waits over computing: in step, at a link so slow, a whole window would be most of a short job
+FIRST_TASKS = 1  # of these, in which planes may have connections to open
+# Waits over computing, of every rank, so that none has kept the others, for WINDOW_SECONDS: behind a link so slow a
+# whole window of rounds in step would be most of a short job.
+OVERWHELMING = 3.0
 WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
@@ -185,7 +187,7 @@ class Window:
     @property
     def is_clear(self) -> bool:
         """Few tasks as they are, they leave no doubt."""
-        return self.tasks >= SETTLING_TASKS - FIRST_TASKS and self.wait_seconds > OVERWHELMING * self.seconds > 0
+        return self.seconds > 0 and self.wait_seconds >= max(OVERWHELMING * self.seconds, WINDOW_SECONDS)
 
 
 @dataclass
@@ -209,7 +211,7 @@ class RoundsRule:
         self._window_ends = version + WINDOW_ROUNDS
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
-        self._early: defaultdict[int, Window] = defaultdict(Window)  # but for the first, of these
+        self._early: defaultdict[int, Window] = defaultdict(Window)  # of all tasks but the first
         self._promised: tuple[Rise, float] | None = None  # a rise, and the overhead that the next window should show
         self._calm = 0  # windows in a row that would bear more rounds
         self._delayed = 0  # windows in a row in delayed mode, where that is by rule
@@ -219,13 +221,12 @@ class RoundsRule:
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
-        windows = self._windows
+        if self._settling[rank] <= SETTLING_TASKS - FIRST_TASKS:
+            self._early[rank].add(seconds, work_seconds, wait_seconds)
         if self._settling[rank]:
             self._settling[rank] -= 1
-            windows = self._early
-            if self._settling[rank] >= SETTLING_TASKS - FIRST_TASKS:
-                return
-        windows[rank].add(seconds, work_seconds, wait_seconds)
+        else:
+            self._windows[rank].add(seconds, work_seconds, wait_seconds)
 
     def give_up_delay(self, settings: Settings, version: int, reason: str) -> RoundsChange:
         """For good."""
@@ -253,23 +254,22 @@ class RoundsRule:
 
     def _settle(self, version: int) -> None:
         self._settling.clear()
-        self._early.clear()
         self._synchronous = self._called_for = 0
         self._begin_window(version)
 
     def _begin_window(self, version: int) -> None:
         self._windows.clear()
+        self._early.clear()
         self._window_ends = version + WINDOW_ROUNDS
 
     def decide(self, settings: Settings, version: int, shares: Mapping[int, int]) -> RoundsChange | None:
         """Other settings, once a window is over, if there is reason for them. `shares` of the ranks at work."""
-        if version < self._window_ends or not shares:
+        if not shares:
             return None
-        if all(self._windows[rank].is_full(settings.synchronous) for rank in shares):
-            windows = dict(self._windows)
-        elif settings.synchronous and all(self._early[rank].is_clear for rank in shares):
-            windows = dict(self._early)
-        else:
+        clear = settings.synchronous and all(self._early[rank].is_clear for rank in shares)
+        windows = self._early if clear else self._windows
+        ended = version >= self._window_ends and all(windows[rank].is_full(settings.synchronous) for rank in shares)
+        if not clear and not ended:
             return None
         # Means over ranks, by their parts of a batch.
         parts = {rank: share / sum(shares.values()) / windows[rank].seconds for rank, share in shares.items()}
@@ -277,8 +277,7 @@ class RoundsRule:
         waits = sum(part * windows[rank].wait_seconds for rank, part in parts.items())
         longest = sum(part * windows[rank].longest_wait for rank, part in parts.items())
         self._begin_window(version)
-        self._early.clear()
-        new, besides = self._choose(settings, work, waits, waits - longest)
+        new, besides = self._choose(settings, work, waits, waits if clear else waits - longest)
         if new == settings:
             return None
         self._settle(version)
@@ -292,7 +291,8 @@ class RoundsRule:
         if promised is not None and work + waits > promised[1]:
             rise, _ = promised
             self._trials[rise].refuse()
-            return rise.taken_back(settings), ", so fewer or smaller ones save too little"
+            back = self._in_step(settings) if rise.delays else rise.taken_back(settings)
+            return back, ", so fewer or smaller ones save too little"
         for trials in self._trials.values():
             trials.retry_in -= 1
         if self._looks_back(settings):
@@ -306,9 +306,17 @@ class RoundsRule:
                 self._calm = 0
                 trials.made += 1
                 made = rise.made(settings)
-                return made if self._wire is None or not rise.delays else replace(made, wire=self._wire), ""
+                return replace(made, wire=self._wire_with_delay(made, waits)) if rise.delays else made, ""
         self._synchronous += settings.synchronous
         return settings if settings.synchronous else self._calmed(settings, work + waits), ""
+
+    def _wire_with_delay(self, settings: Settings, waits: float) -> WireFormat:
+        """That of before a look back; else, where a sum takes several slices, the one of fewest bytes: a window of
+        rounds that are as long as before would be most of a short job."""
+        wires = [rise for rise in self._trials if rise.key == "wire"]
+        if self._wire is None and wires and waits > OVERWHELMING:
+            return max(wires, key=lambda rise: rise.costs).made(settings).wire
+        return settings.wire if self._wire is None else self._wire
 
     def _in_step(self, settings: Settings) -> Settings:
         """Without delay, and what goes with it: gradients as exact as ever."""

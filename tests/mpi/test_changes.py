@@ -73,6 +73,7 @@ ANY_REASON = {  # for a change by rule
     "GRACE_COSTS": 0.0,
     "DOUBLING_COSTS": 0.0,
     "SETTLING_TASKS": 0,
+    "OVERWHELMING": float("inf"),
     "KEPT": -1e9,
     "WINDOW_ROUNDS": 2,
     "WINDOW_TASKS": 2,

@@ -23,6 +23,7 @@ SOON = {  # with delay, wherever ranks wait at all
     "DELAY_COSTS": 0.0,
     "ADAPTIVE_DELAY_COSTS": 0.0,
     "SETTLING_TASKS": 0,
+    "OVERWHELMING": float("inf"),
     "KEPT": -1e9,
     "WINDOW_ROUNDS": 30,
     "WINDOW_TASKS": 2,

@@ -608,14 +608,22 @@ def test_gradients_travel_as_they_are():
     assert rule_for(replace(WIRE_BY_RULE, wire="int4")) is None
 
 
+def test_where_waits_are_overwhelming_it_comes_with_delay():
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    change = job.window(lambda k: (0.0, 3.1))
+    assert (change.delay_bound, change.wire) == (4, "top64")
+    back = job.window(lambda k: (0.0, 3.0))  # it was not the bytes
+    assert (back.delay_bound, back.wire) == (0, "float32")
+
+
 def test_after_a_look_back_it_is_what_it_was():
     job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
-    job.window(lambda k: (0.0, 5.0))
-    assert job.window(lambda k: (0.0, 2.0)).wire == "top64"
+    assert job.window(lambda k: (0.0, 2.5)).wire == "float32"
+    assert job.window(lambda k: (0.0, 1.1)).wire == "top64"
     while not job.settings.synchronous:
         job.window(lambda k: (0.0, 0.0))
     assert job.settings.wire == "float32"
-    change = next(filter(None, (job.window(lambda k: (0.0, 5.0)) for _ in range(LASTING_WINDOWS))))
+    change = next(filter(None, (job.window(lambda k: (0.0, 2.5)) for _ in range(LASTING_WINDOWS))))
     assert (change.delay_bound, change.wire) == (4, "top64")
 
 
@@ -625,17 +633,20 @@ def test_a_resumed_job_goes_on_with_its_wire():
 
 
 def test_where_waits_are_overwhelming_few_rounds_in_step_are_enough():
-    def decided(waits, last):
+    def decided(waits, last, seconds=1.0, tasks=1):
         rule = rule_for(SyncConfig(quorum=0.25, grace=0, fragments=1))
         for rank in SHARES:
-            for number in range(SETTLING_TASKS):
-                rule.observe(rank, 1.0, 0.0, waits if number < FIRST_TASKS or rank == 0 else last)
-        return rule.decide(Settings(0, 0.25), WINDOW_ROUNDS, SHARES)
+            for number in range(FIRST_TASKS + tasks):
+                of_rank = last if number >= FIRST_TASKS and rank else waits
+                rule.observe(rank, seconds, 0.0, seconds * of_rank)
+        return rule.decide(Settings(0, 0.25), 1, SHARES)
 
     change = decided(5.0, 4.0)
     assert (change.delay_bound, change.waits) == (4, pytest.approx(0.75 * 5 + 0.25 * 4))
     assert decided(5.0, 0.1) is None  # a rank that others wait for
     assert decided(2.0, 2.0) is None
+    assert decided(50.0, 50.0, 0.001, 19) is None  # a moment
+    assert decided(50.0, 50.0, 0.001, 21).delay_bound == 4
 
 
 def test_what_a_rise_has_promised_is_judged_by_a_whole_window():
