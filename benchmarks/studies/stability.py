@@ -31,7 +31,7 @@ from benchmarks.common.kept import results_of
 from benchmarks.common.local_job import RECIPES
 from benchmarks.common.report import grouped, publish, spread, until_target
 from hetsync.config.parser import read_recipe
-from hetsync.config.schema import EmulationConfig
+from hetsync.config.schema import Config, EmulationConfig
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.errors import UserError
 from hetsync.simulate.recipe import build, scenario_of
@@ -96,9 +96,7 @@ def job(cell: Cell) -> dict[str, Any]:
 
 
 def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = (), **sync: Any) -> dict[str, Any]:
-    """Its points over virtual seconds, its rounds, when the delay bound has changed, and what ended it early, if
-    anything did. `sync` are other settings of the recipe's."""
-    torch.set_num_threads(1)
+    """As `trained` tells; `sync` are other settings of the recipe's."""
     read, kind = read_recipe(RECIPES / "digits.yaml"), KINDS[cell.kind]
     config = replace(
         read,
@@ -109,6 +107,13 @@ def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = (), **syn
         sync=replace(read.sync, delay_bound=cell.delay_bound, **sync),
         emulation=EmulationConfig(cluster.name, SAMPLES_PER_SECOND),
     )
+    return {**asdict(cell), **trained(config, cluster, script)}
+
+
+def trained(config: Config, cluster: Cluster, script: Sequence[Change] = ()) -> dict[str, Any]:
+    """A job's points over virtual seconds, its rounds, when the delay bound and the wire have changed, and what ended
+    it early, if anything did."""
+    torch.set_num_threads(1)
     data, model = build(config)
     scenario = scenario_of(config, cluster, None, data, model)
     learner = ReplicaLearner(config, data, model, len(scenario.ranks), scenario.total_samples)
@@ -126,14 +131,14 @@ def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = (), **syn
         simulation.advance()
     except UserError as error:
         ended = str(error)
-    wires = [(change.round, change.wire) for change in telemetry.rounds_changes]
-    told = {
+    return {
+        "points": points,
         "bounds": telemetry.bounds,
-        "wires": wires,
+        "wires": [(change.round, change.wire) for change in telemetry.rounds_changes],
         "rounds": simulation.machine.version,
         "values": scenario.traffic.values,
+        "ended": ended,
     }
-    return {**asdict(cell), "points": points, **told, "ended": ended}
 
 
 def final(record: Mapping[str, Any]) -> float:
