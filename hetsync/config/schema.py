@@ -294,7 +294,7 @@ class SyncConfig:
     least_slice: int = 2
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True
-    wire: Literal["auto", WireFormat] = "float32"
+    wire: Literal["auto", WireFormat] = "auto"
     fragments: int | Literal["auto"] = "auto"
     bucket_bytes: int = 4194304
     overlap: bool = True

@@ -168,7 +168,8 @@ def engine_buffers(config: Config) -> int:
     if config.sync.delay_bound == 0 and config.control.name == "fixed":
         return buckets_of(config.sync)
     evaluates = EVALUATION_BUFFERS if config.run.evaluate_every is not None else 0
-    rounds_off = config.sync.wire != "float32"  # by rule perhaps later
+    ruled = config.sync.wire == "auto" and config.control.name == "fixed"
+    rounds_off = ruled or config.sync.first_wire != "float32"
     return ENGINE_BUFFERS + evaluates + (config.sync.outer.name != "identity") + rounds_off
 
 

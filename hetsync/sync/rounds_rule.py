@@ -50,7 +50,7 @@ SETTLING_TASKS = 4  # of each rank, after the start or a change: rounds have yet
 FIRST_TASKS = 1  # of these, in which planes may have connections to open
 # Waits over computing, of every rank, so that none has kept the others, for WINDOW_SECONDS: behind a link so slow a
 # whole window of rounds in step would be most of a short job.
-OVERWHELMING = 3.0
+OVERWHELMING = 2.0
 WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job

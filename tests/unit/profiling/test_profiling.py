@@ -350,13 +350,13 @@ def test_the_cap_follows_the_memory_that_is_left_for_activations():
 @pytest.mark.parametrize(
     ("sync", "control", "copies"),
     [
-        (SyncConfig(4), "fixed", 4),
-        (SyncConfig(4, outer=OuterConfig("nesterov")), "fixed", 5),
-        (SyncConfig(None), "fixed", 4),
+        (SyncConfig(4, wire="float32"), "fixed", 4),
+        (SyncConfig(4, wire="float32", outer=OuterConfig("nesterov")), "fixed", 5),
+        (SyncConfig(None, wire="float32"), "fixed", 4),
         (SyncConfig(0), "fixed", 1),
         (SyncConfig(0, wire="bfloat16"), "fixed", 2),
-        (SyncConfig(0, wire="auto"), "fixed", 1),
-        (SyncConfig(4, wire="auto"), "fixed", 5),
+        (SyncConfig(0), "fixed", 1),
+        (SyncConfig(4), "fixed", 5),
         (SyncConfig(0), "random", 4),
     ],
 )
