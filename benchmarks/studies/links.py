@@ -46,7 +46,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 OURS: dict[str, dict[str, Any]] = {
     "by rule": {"delay_bound": "auto"},
-    "by rule, wire auto": {"delay_bound": "auto", "wire": "auto"},
+    "by rule, float32": {"delay_bound": "auto", "wire": "float32"},
     "D = 4, top64": {"delay_bound": 4, "wire": "top64"},
     "D = 4, K = 4, top64": {"delay_bound": 4, "accumulation": 4, "wire": "top64"},
     "D = 8, q = 0.5, top64": {"delay_bound": 8, "quorum": 0.5, "wire": "top64"},
@@ -87,8 +87,7 @@ def best_rate(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def bytes_of(record: Mapping[str, Any]) -> float:
     """Of its sums, over those of one in float32 for each batch."""
-    wire = ARMS[record["arm"]].get("wire", "float32")
-    changes = [(0, "float32" if wire == "auto" else wire), *record["wires"], (record["rounds"], None)]
+    changes = [(0, ARMS[record["arm"]].get("wire", "float32")), *record["wires"], (record["rounds"], None)]
     values = record["values"]
     sent = sum((end - begin) * encoded_bytes(values, wire) for (begin, wire), (end, _) in pairwise(changes))
     return float(sent / (SAMPLES / BATCH * 4 * values))
