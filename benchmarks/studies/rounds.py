@@ -125,7 +125,7 @@ def job(name: str, cluster_name: str, seed: int, link: float, **sync: Any) -> di
         data=replace(read.data, batch_size=workload.batch),
         optimizer=replace(read.optimizer, learning_rate=workload.learning_rate),
         schedule=replace(read.schedule, name=workload.schedule),
-        sync=replace(read.sync, **sync),
+        sync=replace(read.sync, wire="float32", **sync),
         emulation=EmulationConfig(cluster_name, workload.samples_per_second),
     )
     built, model = build(config)
@@ -150,14 +150,15 @@ def job(name: str, cluster_name: str, seed: int, link: float, **sync: Any) -> di
 
 # Efficiency where rounds are dear.
 
+float32 = partial(SyncConfig, wire="float32")
 SETTINGS = {
-    "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1, 0),
-    "D = 4, q = 0.5, K = 1": SyncConfig(4, 0.5, 1, 0),
-    "D = 4, q = 0.5, K = 1, grace 1": SyncConfig(4, 0.5, 1, 1),
-    "D = 4, K = 1, the rest by rule": SyncConfig(4),
-    "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1, 0),
-    "D = 16, q = 0.5, K = auto": SyncConfig(16, 0.5, "auto", 0),
-    "the same, bfloat16": SyncConfig(16, 0.5, "auto", 0, wire="bfloat16"),
+    "D = 4, q = 0.25, K = 1": float32(4, 0.25, 1, 0),
+    "D = 4, q = 0.5, K = 1": float32(4, 0.5, 1, 0),
+    "D = 4, q = 0.5, K = 1, grace 1": float32(4, 0.5, 1, 1),
+    "D = 4, K = 1, the rest by rule": float32(4),
+    "D = 16, q = 0.5, K = 1": float32(16, 0.5, 1, 0),
+    "D = 16, q = 0.5, K = auto": float32(16, 0.5, "auto", 0),
+    "the same, bfloat16": float32(16, 0.5, "auto", 0, wire="bfloat16"),
 }
 COSTS = {  # of a round, in slices: (its sum, its work on each device)
     "free": (0.0, 0.0),
