@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.wires_recipes --output results [--data FOLDER] [--processes 2] [--seeds 3]
 
-Graph WaveNet, DeepTTE and a ConvLSTM on synthetic data, each recipe as it is, and a transformer that models language
-on a seventh of an epoch of PTB (only with `--data`, whose folder has `ptb/`). Ranks have the quickstart's speeds behind
+Graph WaveNet and DeepTTE on synthetic data, each recipe as it is, and a transformer that models language on a seventh
+of an epoch of PTB (only with `--data`, whose folder has `ptb/`). Ranks have the quickstart's speeds behind
 a link on which a sum of all weights takes 3 slices; D = 4 on three wires, and D = 0 beside it. What counts is the
 recipe's metric after the same samples, of which less is better, over that of D = 0 and of D = 4 in float32 with the
 same seed.
@@ -32,7 +32,6 @@ RECIPE_METRICS = {
     "sensors": "mae",
     "deeptte_synthetic_city": "mape",
     "ptb_transformer": "perplexity",
-    "frames": "mse",
 }
 SAMPLES = {"ptb_transformer": 4_000}  # others as they say
 WITH_FILES = ("ptb_transformer",)

@@ -345,4 +345,6 @@ def synchronous(plane: Plane, **changes: Any) -> SyncConfig:
 
 
 def delayed(plane: Plane, **changes: Any) -> SyncConfig:
-    return replace(SyncConfig(4, 0.25, grace=0, rebalance=False, pins=unequal_shares(plane.size)), **changes)
+    """Where nothing is by rule."""
+    pins = unequal_shares(plane.size)
+    return replace(SyncConfig(4, 0.25, grace=0, rebalance=False, wire="float32", pins=pins), **changes)

@@ -233,7 +233,7 @@ def random_recipe(ranks: int, random: Random) -> Config:
         data=DataConfig(batch_size=batch),
         optimizer=OptimizerConfig("sgd", 0.05, momentum),
         schedule=ScheduleConfig("cosine" if random.random() < 0.4 else "constant"),
-        # The quorum of the jobs that the policy which comes along was learned on; beside a controller no rule sets wires.
+        # The quorum of the jobs that the policy which comes along was learned on; by rule no wire comes beside one.
         sync=SyncConfig(delay_bound=bound, quorum=0.25, accumulation=slices, wire="float32"),
     )
 

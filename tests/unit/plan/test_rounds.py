@@ -30,7 +30,9 @@ def cluster(round_seconds):
 )
 def test_a_step_takes_what_it_takes_on_a_virtual_clock(delay_bound, grace, fragments, slices_a_round, accumulation):
     """Whole replicas of four speeds. At D = 1 rounds of about a slice hold ranks up: the closed form lacks that."""
-    sync = SyncConfig(delay_bound=delay_bound, accumulation=accumulation, grace=grace, fragments=fragments, wire="float32")
+    sync = SyncConfig(
+        delay_bound=delay_bound, accumulation=accumulation, grace=grace, fragments=fragments, wire="float32"
+    )
     devices = cluster(fragments * slices_a_round * STEP_SECONDS)
     profiles = [RankProfile("", "", StepTime(0.0, 1 / rate)) for rate in RATES]
     scenario = Scenario(devices, profiles, sync, BATCH, STEPS * BATCH, traffic=Traffic(VALUES, (VALUES,)))

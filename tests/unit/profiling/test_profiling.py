@@ -355,7 +355,6 @@ def test_the_cap_follows_the_memory_that_is_left_for_activations():
         (SyncConfig(None, wire="float32"), "fixed", 4),
         (SyncConfig(0), "fixed", 1),
         (SyncConfig(0, wire="bfloat16"), "fixed", 2),
-        (SyncConfig(0), "fixed", 1),
         (SyncConfig(4), "fixed", 5),
         (SyncConfig(0), "random", 4),
     ],
