@@ -13,6 +13,7 @@ from hetsync.errors import UserError, brief, did_you_mean
 RULED_DELAY_BOUND = 4  # where waits call for delay
 FIRST_QUORUM = 0.25  # where it follows what rounds cost
 MOST_FRAGMENTS = 64
+SMALL_VALUES = 10_000  # below which a model's wire is never by rule: blocks, filled up for each rank, may be larger
 LARGE_VALUES = 1_000_000  # from which on a model has fragments by rule: a smaller one's rounds cost calls, not bytes
 FIRST_FRAGMENTS, MOST_RULED_FRAGMENTS = 2, 4
 WireFormat = Literal["float32", "bfloat16", "int8", "int4", "int2", "top64"]
@@ -387,11 +388,13 @@ class SyncConfig:
         return 0 if self.grace == "auto" else self.grace
 
     def for_model(self, values: int) -> SyncConfig:
-        """The same for a model of so many trained values: `fragments` is auto for large ones only."""
+        """The same for a model of so many trained values: `fragments` is auto for large ones only, and `wire` for all
+        but small ones."""
         # As was asked for.
         merges_seldom = self.quorum == 1 or self.accumulation not in (1, "auto") or self.grace not in (0, "auto")
         whole = values < LARGE_VALUES or self.outer.name != "identity" or merges_seldom
-        return replace(self, fragments=1) if whole and self.fragments == "auto" else self
+        fragments = 1 if whole and self.fragments == "auto" else self.fragments
+        return replace(self, fragments=fragments, wire=self.first_wire if values < SMALL_VALUES else self.wire)
 
     @property
     def first_fragments(self) -> int:

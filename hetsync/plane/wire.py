@@ -33,6 +33,7 @@ from hetsync.plane.base import PlaneError, Residual
 SCALE_BYTES = 4
 # On CPUs blocks are made of 1 MiB at a time, in the cache: page faults of whole temporaries cost twice the work.
 CPU_VALUES = 256 * 1024
+OTHER_VALUES = 16 * 1024 * 1024  # at a time elsewhere, so that temporaries of large models are small beside these
 INDEX_BITS = 12  # of a place in a sparse block
 SMALL = 0.2  # of a block's largest value: what is less is left for later in 2 bits
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
@@ -174,7 +175,7 @@ BLOCKS: Mapping[str, Blocks] = MappingProxyType(
 def _encode_blocks(tensor: torch.Tensor, form: Blocks) -> torch.Tensor:
     whole = tensor.numel() // form.values * form.values
     rows = torch.empty(-(-tensor.numel() // form.values), form.n_bytes, dtype=torch.uint8, device=tensor.device)
-    step = CPU_VALUES // form.values if tensor.device.type == "cpu" else max(len(rows), 1)
+    step = (CPU_VALUES if tensor.device.type == "cpu" else OTHER_VALUES) // form.values
     for blocks, out in zip(tensor[:whole].view(-1, form.values).split(step), rows.split(step), strict=False):
         _encode_into(blocks, out[: len(blocks)], form)
     if whole < tensor.numel():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from hetsync.config.schema import RULED_DELAY_BOUND, SyncConfig, WireFormat, most_grace
@@ -48,9 +48,10 @@ LOWER_AT = 0.25  # of what raised it: where it would not be raised again at once
 CALM_WINDOWS = 8  # in a row before rounds become more; four times as many after each raise, so that it does not swing
 SETTLING_TASKS = 4  # of each rank, after the start or a change: rounds have yet to come to their number
 FIRST_TASKS = 1  # of these, in which planes may have connections to open
-# Waits over computing, of every rank, so that none has kept the others, for WINDOW_SECONDS: behind a link so slow a
-# whole window of rounds in step would be most of a short job.
+# The least wait of any rank over computing, which no straggler has made: behind a link so slow a whole window of rounds
+# in step would be most of a short job, and the wire of fewest bytes comes with delay.
 OVERWHELMING = 2.0
+OVERWHELMED_ROUNDS = 2  # half of them so, and WINDOW_SECONDS of waits: one may be a moment's trouble
 WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
@@ -167,27 +168,31 @@ def called(settings: Settings) -> str:
 class Window:
     """Of one rank: sums over its tasks."""
 
-    tasks: int = 0
     seconds: float = 0.0
     work_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    longest_wait: float = 0.0  # of one task
+    waits: list[float] = field(default_factory=list)  # of each task, in seconds
 
     def add(self, seconds: float, work_seconds: float, wait_seconds: float) -> None:
-        self.tasks += 1
         self.seconds += seconds
         self.work_seconds += work_seconds
-        self.wait_seconds += wait_seconds
-        self.longest_wait = max(self.longest_wait, wait_seconds)
+        self.waits.append(wait_seconds)
+
+    @property
+    def tasks(self) -> int:
+        return len(self.waits)
 
     def is_full(self, synchronous: bool) -> bool:
         part = SYNCHRONOUS_WINDOW if synchronous else 1.0
         return self.tasks >= part * WINDOW_TASKS and self.seconds >= part * WINDOW_SECONDS
 
-    @property
-    def is_clear(self) -> bool:
-        """Few tasks as they are, they leave no doubt."""
-        return self.seconds > 0 and self.wait_seconds >= max(OVERWHELMING * self.seconds, WINDOW_SECONDS)
+
+def overwhelmed(windows: Sequence[Window]) -> bool:
+    """In step, by the link: whoever came last to a round has waited, too."""
+    least = sorted(map(min, zip(*(window.waits for window in windows), strict=False)))
+    if len(least) < OVERWHELMED_ROUNDS or sum(least) < WINDOW_SECONDS:
+        return False
+    slowest = max(window.seconds / window.tasks for window in windows)
+    return slowest > 0 and least[(len(least) - 1) // 2] >= OVERWHELMING * slowest
 
 
 @dataclass
@@ -218,6 +223,7 @@ class RoundsRule:
         self._synchronous = 0  # and in synchronous mode
         self._called_for = 0  # windows in a row that have called for delay
         self._wire: WireFormat | None = None  # before a look back, after which the link is no faster
+        self._came_along: Rise | None = None  # a wire, with delay, whose promise the next window judges
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
@@ -231,7 +237,7 @@ class RoundsRule:
     def give_up_delay(self, settings: Settings, version: int, reason: str) -> RoundsChange:
         """For good."""
         self._trials = {rise: trials for rise, trials in self._trials.items() if not rise.delays}
-        self._promised, self._delayed = None, 0
+        self._promised, self._came_along, self._delayed = None, None, 0
         self._settle(version)
         new = self._in_step(settings)
         ruled = {key: getattr(new, key) for key in RULED}
@@ -240,7 +246,7 @@ class RoundsRule:
     def restart(self, version: int) -> None:
         """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
         whether they need delay is looked at soon."""
-        self._promised = self._wire = None
+        self._promised = self._came_along = self._wire = None
         self._delayed = 0
         self._trials.update((rise, Trials()) for rise in self._trials if rise.delays)
         self._settle(version)
@@ -266,7 +272,8 @@ class RoundsRule:
         """Other settings, once a window is over, if there is reason for them. `shares` of the ranks at work."""
         if not shares:
             return None
-        clear = settings.synchronous and all(self._early[rank].is_clear for rank in shares)
+        begins = settings.synchronous and not self._synchronous
+        clear = begins and overwhelmed([self._early[rank] for rank in shares])
         windows = self._early if clear else self._windows
         ended = version >= self._window_ends and all(windows[rank].is_full(settings.synchronous) for rank in shares)
         if not clear and not ended:
@@ -274,10 +281,10 @@ class RoundsRule:
         # Means over ranks, by their parts of a batch.
         parts = {rank: share / sum(shares.values()) / windows[rank].seconds for rank, share in shares.items()}
         work = sum(part * windows[rank].work_seconds for rank, part in parts.items())
-        waits = sum(part * windows[rank].wait_seconds for rank, part in parts.items())
-        longest = sum(part * windows[rank].longest_wait for rank, part in parts.items())
+        waits = sum(part * sum(windows[rank].waits) for rank, part in parts.items())
+        longest = sum(part * max(windows[rank].waits) for rank, part in parts.items())
         self._begin_window(version)
-        new, besides = self._choose(settings, work, waits, waits if clear else waits - longest)
+        new, besides = self._choose(settings, work, waits, waits - longest, clear)
         if new == settings:
             return None
         self._settle(version)
@@ -285,14 +292,21 @@ class RoundsRule:
         ruled = {key: getattr(new, key) for key in RULED}
         return RoundsChange(round=version, work=work, waits=waits, reason=reason, **ruled)
 
-    def _choose(self, settings: Settings, work: float, waits: float, steady: float) -> tuple[Settings, str]:
-        """Settings, and what else is to be said of them. `steady`: waits without each rank's longest."""
+    def _choose(
+        self, settings: Settings, work: float, waits: float, steady: float, clear: bool
+    ) -> tuple[Settings, str]:
+        """Settings, and what else is to be said of them. `steady`: waits without each rank's longest; `clear`: the link
+        is what ranks wait for."""
         promised, self._promised = self._promised, None
         if promised is not None and work + waits > promised[1]:
-            rise, _ = promised
+            rise = self._came_along or promised[0]
+            if rise != promised[0]:  # delay is judged without it
+                self._promised = promised
+            self._came_along = None
             self._trials[rise].refuse()
             back = self._in_step(settings) if rise.delays else rise.taken_back(settings)
             return back, ", so fewer or smaller ones save too little"
+        self._came_along = None
         for trials in self._trials.values():
             trials.retry_in -= 1
         if self._looks_back(settings):
@@ -306,17 +320,21 @@ class RoundsRule:
                 self._calm = 0
                 trials.made += 1
                 made = rise.made(settings)
-                return replace(made, wire=self._wire_with_delay(made, waits)) if rise.delays else made, ""
+                return self._with_wire(made, waits, clear) if rise.delays else made, ""
         self._synchronous += settings.synchronous
         return settings if settings.synchronous else self._calmed(settings, work + waits), ""
 
-    def _wire_with_delay(self, settings: Settings, waits: float) -> WireFormat:
-        """That of before a look back; else, where a sum takes several slices, the one of fewest bytes: a window of
-        rounds that are as long as before would be most of a short job."""
-        wires = [rise for rise in self._trials if rise.key == "wire"]
-        if self._wire is None and wires and waits > OVERWHELMING:
-            return max(wires, key=lambda rise: rise.costs).made(settings).wire
-        return settings.wire if self._wire is None else self._wire
+    def _with_wire(self, settings: Settings, waits: float, clear: bool) -> Settings:
+        """That which comes along with delay: the one of before a look back, or, behind a very slow link, that of fewest
+        bytes."""
+        wires = [rise for rise in self._trials if rise.key == "wire" and rise.costs < waits]
+        for rise in sorted(wires, key=lambda rise: -rise.costs):
+            before, trials = self._wire == rise.value, self._trials[rise]
+            if before or (clear and self._wire is None and trials.retry_in <= 0):
+                self._came_along = rise
+                trials.made += 1
+                return rise.made(settings)
+        return settings
 
     def _in_step(self, settings: Settings) -> Settings:
         """Without delay, and what goes with it: gradients as exact as ever."""

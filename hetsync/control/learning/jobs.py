@@ -233,8 +233,8 @@ def random_recipe(ranks: int, random: Random) -> Config:
         data=DataConfig(batch_size=batch),
         optimizer=OptimizerConfig("sgd", 0.05, momentum),
         schedule=ScheduleConfig("cosine" if random.random() < 0.4 else "constant"),
-        # The quorum of the jobs that the policy which comes along was learned on; by rule no wire comes beside one.
-        sync=SyncConfig(delay_bound=bound, quorum=0.25, accumulation=slices, wire="float32"),
+        # The quorum of the jobs that the policy which comes along was learned on.
+        sync=SyncConfig(delay_bound=bound, quorum=0.25, accumulation=slices),
     )
 
 

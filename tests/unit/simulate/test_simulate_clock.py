@@ -394,7 +394,7 @@ def test_rounds_become_fewer_where_their_work_is_dear() -> None:
 
 
 def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
-    slow = {"link": Link(compute_fraction=40.0), "delay_bound": 16, "quorum": 0.5, "grace": 0, "wire": "float32"}
+    slow = {"link": Link(compute_fraction=40.0), "delay_bound": 16, "quorum": 0.5, "grace": 0}
     ruled = finished([40.0, 20.0, 10.0], total=32_000, accumulation="auto", **slow)
     fixed = finished([40.0, 20.0, 10.0], total=32_000, accumulation=1, **slow)
     assert [k for k, *_ in changes(ruled)] == [2, 4]

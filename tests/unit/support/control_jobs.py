@@ -19,7 +19,7 @@ def job(seed: int = 0, bound: int = 0, curvature: float = 2.0, batches: int = 16
         run=RunConfig(seed=seed),
         data=DataConfig(batch_size=BATCH),
         optimizer=OptimizerConfig("sgd", 0.05, 0.0),
-        sync=SyncConfig(delay_bound=bound, wire="float32"),
+        sync=SyncConfig(delay_bound=bound),
     )
     return Job(config, cluster, 2, Landscape(1.0, 0.0, curvature, 1.0), BATCH / 0.2, batches)
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from hetsync.config import schema
-from hetsync.config.schema import OuterConfig
+from hetsync.config.schema import SMALL_VALUES, OuterConfig
 from hetsync.sync.messages import NO_BOUND, Settings, settings_of
 from hetsync.sync.rounds_rule import (
     ADAPTIVE_DELAY_COSTS,
@@ -611,23 +611,53 @@ def test_gradients_travel_as_they_are():
     assert rule_for(replace(WIRE_BY_RULE, wire="int4")) is None
 
 
-def test_where_waits_are_overwhelming_it_comes_with_delay():
+def test_behind_a_very_slow_link_it_comes_with_delay():
     job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
     change = job.window(lambda k: (0.0, 2.1))
     assert (change.delay_bound, change.wire) == (4, "top64")
     back = job.window(lambda k: (0.0, 2.0))  # it was not the bytes
+    assert (back.delay_bound, back.wire) == (4, "float32")
+    back = job.window(lambda k: (0.0, 2.0))  # nor that nobody may run ahead
     assert (back.delay_bound, back.wire) == (0, "float32")
+    again = next(filter(None, (job.window(lambda k: (0.0, 2.1)) for _ in range(RETRY_WINDOWS + 1))))
+    assert again.delay_bound == 4
 
 
-def test_after_a_look_back_it_is_what_it_was():
+def test_delay_stays_where_only_what_came_along_was_dear():
     job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
-    assert job.window(lambda k: (0.0, 2.0)).wire == "float32"
+    assert job.window(lambda k: (0.0, 2.1)).wire == "top64"
+    assert job.window(lambda k: (2.0, 0.0)).wire == "float32"  # to pack it
+    assert [job.window(lambda k: (0.0, 0.0)) for _ in range(3)] == [None] * 3
+    assert job.settings.delay_bound == 4
+
+
+def test_it_does_not_come_along_where_ranks_wait_for_each_other():
+    """In each round one of them for nobody."""
+    rule = rule_for(replace(WIRE_BY_RULE, delay_bound="auto"))
+    for number in range(SETTLING_TASKS + WINDOW_TASKS):
+        for rank in SHARES:
+            rule.observe(rank, 1.0, 0.0, 5.0 * (number % len(SHARES) == rank))
+    change = rule.decide(Settings(0, 0.25), WINDOW_ROUNDS, SHARES)
+    assert (change.delay_bound, change.wire) == (4, "float32")
+
+
+@pytest.mark.parametrize("waits", [2.5, 0.2])
+def test_after_a_look_back_it_is_what_it_was(waits):
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    assert job.window(lambda k: (0.0, 1.9)).wire == "float32"
     assert job.window(lambda k: (0.0, 0.5)).wire == "int8"
     while not job.settings.synchronous:
         job.window(lambda k: (0.0, 0.0))
     assert job.settings.wire == "float32"
-    change = next(filter(None, (job.window(lambda k: (0.0, 2.5)) for _ in range(LASTING_WINDOWS))))
+    change = next(filter(None, (job.window(lambda k: (0.0, waits)) for _ in range(LASTING_WINDOWS))))
     assert (change.delay_bound, change.wire) == (4, "int8")
+
+
+def test_small_models_keep_the_wire_that_they_begin_with():
+    """Blocks that are filled up would be more bytes."""
+    sync = schema.SyncConfig()
+    assert [sync.for_model(values).wire for values in (1, SMALL_VALUES - 1, SMALL_VALUES)] == [*2 * ["float32"], "auto"]
+    assert schema.SyncConfig(wire="int8").for_model(1).wire == "int8"
 
 
 def test_a_resumed_job_goes_on_with_its_wire():
@@ -635,21 +665,30 @@ def test_a_resumed_job_goes_on_with_its_wire():
     assert found_before(replace(WIRE_BY_RULE, wire="float32"), Settings(4, 0.25, wire="int8")).wire == "float32"
 
 
-def test_where_waits_are_overwhelming_few_rounds_in_step_are_enough():
-    def decided(waits, last, seconds=1.0, tasks=1):
+def test_behind_a_very_slow_link_few_rounds_in_step_are_enough():
+    def decided(waits, seconds=1.0):
+        """`waits` of rank 0 and of the others, over computing, by task after the first."""
         rule = rule_for(SyncConfig(quorum=0.25, grace=0, fragments=1))
         for rank in SHARES:
-            for number in range(FIRST_TASKS + tasks):
-                of_rank = last if number >= FIRST_TASKS and rank else waits
-                rule.observe(rank, seconds, 0.0, seconds * of_rank)
+            for of_ranks in [*FIRST_TASKS * [(0.0, 0.0)], *waits]:
+                rule.observe(rank, seconds, 0.0, seconds * of_ranks[rank > 0])
         return rule.decide(Settings(0, 0.25), 1, SHARES)
 
-    change = decided(5.0, 4.0)
+    change = decided(2 * [(5.0, 4.0)])
     assert (change.delay_bound, change.waits) == (4, pytest.approx(0.75 * 5 + 0.25 * 4))
-    assert decided(5.0, 0.1) is None  # a rank that others wait for
-    assert decided(1.9, 1.9) is None
-    assert decided(50.0, 50.0, 0.001, 19) is None  # a moment
-    assert decided(50.0, 50.0, 0.001, 21).delay_bound == 4
+    assert decided([(5.0, 4.0)]) is None
+    assert decided(2 * [(5.0, 0.1)]) is None  # a rank that others wait for
+    assert decided([(5.0, 0.1), (0.1, 5.0)]) is None  # each in its turn
+    assert decided([(0.0, 0.0), (50.0, 50.0)]) is None  # a moment
+    assert decided(2 * [(1.9, 1.9)]) is None
+    assert decided(19 * [(50.0, 50.0)], 0.001) is None
+    assert decided(21 * [(50.0, 50.0)], 0.001).delay_bound == 4
+
+
+def test_a_moment_later_is_none_either():
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    assert job.window(lambda k: (0.0, 0.0)) is None
+    assert [job.window(lambda k: (0.0, 50.0)) for _ in range(LASTING_WINDOWS - 1)] == [None] * (LASTING_WINDOWS - 1)
 
 
 def test_what_a_rise_has_promised_is_judged_by_a_whole_window():
