@@ -275,8 +275,8 @@ class SyncConfig:
             int4 an eighth, int2 a sixteenth, top64 (of each 4,096 values the 64 largest) a 124th. The last three are
             for progress; gradients, at delay bound 0, go as int8 then. Rests travel as float32. auto is float32, and,
             at delay bound 1 and above, int8 where ranks wait for rounds, and top64 where they do so for longer than
-            they compute; where all wait twice as long as they compute it comes as soon as delay does. With a
-            controller, or by a plan that cuts the model, it stays float32.
+            they compute; where the link keeps all waiting twice as long as they compute, it comes as soon as delay
+            does. With a controller, by a plan that cuts the model, and for models of a few values it stays float32.
         fragments: Of the weights (1 to 64; 1 with an outer optimizer, or by a plan that cuts the model): in delayed
             mode each round sums one, in turn, and a rest all. Fewer bytes a round, and each weight is merged more
             seldom: staleness is that of contributions, whose other fragments follow in the rounds after. auto is 2 from

@@ -21,7 +21,7 @@ USUAL = 0.05  # quantile of the speeds before, below which jitter seldom goes
 MOST_SLOWDOWNS = 3  # told one by one
 
 SHORTER_STEPS = "a faster link or sync.wire bfloat16"  # at D = 0
-SHORTER = "a faster link, sync.fragments or sync.wire bfloat16"
+SHORTER = "a faster link, sync.fragments or a smaller sync.wire"
 
 
 @dataclass(frozen=True)

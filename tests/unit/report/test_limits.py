@@ -39,8 +39,8 @@ SENTENCES: list[tuple[Facts, str]] = [
     ),
     (
         facts(round_in_slices=0.3, accumulation=1),
-        "Rounds take 30% of a slice: K = 2 (sync.accumulation 2) makes fewer, a faster link, sync.fragments or"
-        " sync.wire bfloat16 shorter ones.",
+        "Rounds take 30% of a slice: K = 2 (sync.accumulation 2) makes fewer, a faster link, sync.fragments or a"
+        " smaller sync.wire shorter ones.",
     ),
     (
         facts(round_in_slices=3.25, delay_bound=0),
@@ -66,7 +66,7 @@ SENTENCES: list[tuple[Facts, str]] = [
     ),
     (
         facts(round_in_slices=0.4, taken_back=frozenset({2})),
-        "Rounds take 40% of a slice: a faster link, sync.fragments or sync.wire bfloat16 makes them shorter."
+        "Rounds take 40% of a slice: a faster link, sync.fragments or a smaller sync.wire makes them shorter."
         " sync.accumulation auto has tried K = 2 for fewer, and taken it back.",
     ),
     (
@@ -114,7 +114,7 @@ def test_waits_where_fewer_rounds_were_tried_want_shorter_ones() -> None:
     told, _ = limits_of(facts(RankTime(0, 0.3, 0.0), round_in_slices=1.5, taken_back=frozenset({2})))
     assert told == (
         "Rank 0 waits 30% of the time for other ranks, as rounds take longer than slices: a faster link,"
-        " sync.fragments or sync.wire bfloat16 makes them shorter."
+        " sync.fragments or a smaller sync.wire makes them shorter."
     )
 
 
