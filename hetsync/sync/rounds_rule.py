@@ -191,8 +191,8 @@ def overwhelmed(windows: Sequence[Window]) -> bool:
     least = sorted(map(min, zip(*(window.waits for window in windows), strict=False)))
     if len(least) < OVERWHELMED_ROUNDS or sum(least) < WINDOW_SECONDS:
         return False
-    slowest = max(window.seconds / window.tasks for window in windows)
-    return slowest > 0 and least[(len(least) - 1) // 2] >= OVERWHELMING * slowest
+    slices = [window.seconds / window.tasks for window in windows]
+    return min(slices) > 0 and least[(len(least) - 1) // 2] >= OVERWHELMING * max(slices)
 
 
 @dataclass
