@@ -25,6 +25,7 @@ from training import (
     unequal_shares,
 )
 
+from hetsync.config import schema
 from hetsync.config.schema import WireFormat
 from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
@@ -104,6 +105,7 @@ def test_the_wire_comes_and_goes_by_rule(plane: Plane, monkeypatch: pytest.Monke
     """With delay, where any wait is too much: ranks are alike at rests, whatever wires rounds have had."""
     for name, value in {**ANY_REASON, "CALM_WINDOWS": 1, "WIRE_COSTS": {wire: -1.0}}.items():
         monkeypatch.setattr(rounds_rule, name, value)
+    monkeypatch.setattr(schema, "SMALL_VALUES", 0)
     sync, device = delayed(plane, delay_bound="auto", quorum=0.25, grace=0, wire="auto"), of_unequal_speed(plane.rank)
     outcome = train(plane, sync, samples=16 * SAMPLES, rests=[90], device=device)
     assert_invariants(plane, [outcome], 16 * SAMPLES, 4)
