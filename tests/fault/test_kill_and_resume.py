@@ -174,4 +174,5 @@ def test_killed_under_a_plan_and_resumed_under_another_and_under_none(
     assert done.status == 0, done.story
     found, wanted = load(final_weights(tmp_path)), load(final_weights(uninterrupted[False]))
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-5)
+        # Other orders of sums came to 0.00017 by the end on some processors; a job without the last sample to 0.0016.
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=5e-4)
