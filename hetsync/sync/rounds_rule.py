@@ -17,7 +17,7 @@ Pure: no clock, and the simulator runs the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ FIRST_TASKS = 1  # of these, in which planes may have connections to open
 # The least wait of any rank over computing, which no straggler has made: behind a link so slow a whole window of rounds
 # in step would be most of a short job, and the wire of fewest bytes comes with delay.
 OVERWHELMING = 2.0
-OVERWHELMED_ROUNDS = 2  # half of them so, and WINDOW_SECONDS of waits: one may be a moment's trouble
+OVERWHELMED_ROUNDS = 2  # at least, half of them so, and WINDOW_SECONDS of waits: one may be a moment's trouble
 WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
@@ -187,7 +187,8 @@ class Window:
 
 
 def overwhelmed(windows: Sequence[Window]) -> bool:
-    """In step, by the link: whoever came last to a round has waited, too."""
+    """In step, by the link: whoever came last to a round has waited, too. A rank's tasks are taken to be of one round
+    each, in their order."""
     least = sorted(map(min, zip(*(window.waits for window in windows), strict=False)))
     if len(least) < OVERWHELMED_ROUNDS or sum(least) < WINDOW_SECONDS:
         return False
@@ -208,6 +209,15 @@ class Trials:
         self.retry_in, self.retry_after = self.retry_after, 4 * self.retry_after
 
 
+@dataclass(frozen=True)
+class Promise:
+    """Of a rise: the next window's overhead is at most this. `along`: a wire that came with delay."""
+
+    rise: Rise
+    overhead: float
+    along: Rise | None = None
+
+
 class RoundsRule:
     """Call `observe` with full tasks of the settings in force, and `decide` as often as you like."""
 
@@ -217,13 +227,12 @@ class RoundsRule:
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
         self._early: defaultdict[int, Window] = defaultdict(Window)  # of all tasks but the first
-        self._promised: tuple[Rise, float] | None = None  # a rise, and the overhead that the next window should show
+        self._promised: Promise | None = None
         self._calm = 0  # windows in a row that would bear more rounds
         self._delayed = 0  # windows in a row in delayed mode, where that is by rule
         self._synchronous = 0  # and in synchronous mode
         self._called_for = 0  # windows in a row that have called for delay
-        self._wire: WireFormat | None = None  # before a look back, after which the link is no faster
-        self._came_along: Rise | None = None  # a wire, with delay, whose promise the next window judges
+        self._wire: Rise | None = None  # made before a look back, after which the link is no faster
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
@@ -237,7 +246,7 @@ class RoundsRule:
     def give_up_delay(self, settings: Settings, version: int, reason: str) -> RoundsChange:
         """For good."""
         self._trials = {rise: trials for rise, trials in self._trials.items() if not rise.delays}
-        self._promised, self._came_along, self._delayed = None, None, 0
+        self._promised, self._delayed = None, 0
         self._settle(version)
         new = self._in_step(settings)
         ruled = {key: getattr(new, key) for key in RULED}
@@ -246,7 +255,7 @@ class RoundsRule:
     def restart(self, version: int) -> None:
         """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
         whether they need delay is looked at soon."""
-        self._promised = self._came_along = self._wire = None
+        self._promised = self._wire = None
         self._delayed = 0
         self._trials.update((rise, Trials()) for rise in self._trials if rise.delays)
         self._settle(version)
@@ -255,7 +264,7 @@ class RoundsRule:
         """Shares have changed: what follows does not tell the last rise's effect alone, but for delay, with which they
         are cut otherwise. What rounds take of a slice has hardly changed: shares that are often moved would keep a
         window that began anew from ever being full."""
-        if self._promised is not None and not self._promised[0].delays:
+        if self._promised is not None and not self._promised.rise.delays:
             self._promised = None
 
     def _settle(self, version: int) -> None:
@@ -298,48 +307,42 @@ class RoundsRule:
         """Settings, and what else is to be said of them. `steady`: waits without each rank's longest; `clear`: the link
         is what ranks wait for."""
         promised, self._promised = self._promised, None
-        if promised is not None and work + waits > promised[1]:
-            rise = self._came_along or promised[0]
-            if rise != promised[0]:  # delay is judged without it
-                self._promised = promised
-            self._came_along = None
+        if promised is not None and work + waits > promised.overhead:
+            rise = promised.along or promised.rise
+            if promised.along:  # delay is judged without it
+                self._promised = replace(promised, along=None)
             self._trials[rise].refuse()
-            back = self._in_step(settings) if rise.delays else rise.taken_back(settings)
-            return back, ", so fewer or smaller ones save too little"
-        self._came_along = None
+            return rise.taken_back(settings), ", so fewer or smaller ones save too little"
         for trials in self._trials.values():
             trials.retry_in -= 1
         if self._looks_back(settings):
             # K slices of one contribution would be as many times the batch.
-            self._wire = settings.wire
+            self._wire = next((rise for rise in self._wires() if rise.is_made(settings)), None)
             return self._in_step(settings), ", to see what they take without delay"
         for rise, trials in self._trials.items():
             saving, steadily = rise.saving(work, waits), rise.saving(work, steady)
             if rise.is_next(settings) and self._lasts(rise, saving, steadily) and trials.retry_in <= 0:
-                self._promised = rise, work + waits - KEPT * saving
+                along = self._wire_with_delay(waits, clear) if rise.delays else None
+                self._promised = Promise(rise, work + waits - KEPT * saving, along)
                 self._calm = 0
                 trials.made += 1
                 made = rise.made(settings)
-                return self._with_wire(made, waits, clear) if rise.delays else made, ""
+                return along.made(made) if along else made, ""
         self._synchronous += settings.synchronous
         return settings if settings.synchronous else self._calmed(settings, work + waits), ""
 
-    def _with_wire(self, settings: Settings, waits: float, clear: bool) -> Settings:
-        """That which comes along with delay: the one of before a look back, or, behind a very slow link, that of fewest
-        bytes."""
-        wires = [rise for rise in self._trials if rise.key == "wire" and rise.costs < waits]
-        for rise in sorted(wires, key=lambda rise: -rise.costs):
-            before, trials = self._wire == rise.value, self._trials[rise]
-            if before or (clear and self._wire is None and trials.retry_in <= 0):
-                self._came_along = rise
-                trials.made += 1
-                return rise.made(settings)
-        return settings
+    def _wires(self) -> Iterator[Rise]:
+        return (rise for rise in self._trials if rise.key == "wire")
+
+    def _wire_with_delay(self, waits: float, clear: bool) -> Rise | None:
+        """The wire of before a look back; else, behind a very slow link, that of fewest bytes."""
+        fewest = max(self._wires(), key=lambda rise: rise.costs, default=None)
+        rise = self._wire or (fewest if clear else None)
+        return rise if rise and waits > rise.costs and self._trials[rise].retry_in <= 0 else None
 
     def _in_step(self, settings: Settings) -> Settings:
         """Without delay, and what goes with it: gradients as exact as ever."""
-        wires = (rise for rise in self._trials if rise.key == "wire" and rise.is_made(settings))
-        settings = next((rise.taken_back(settings) for rise in wires), settings)
+        settings = next((rise.taken_back(settings) for rise in self._wires() if rise.is_made(settings)), settings)
         return replace(settings, delay_bound=0, accumulation=1)
 
     def _lasts(self, rise: Rise, saving: float, steadily: float) -> bool:

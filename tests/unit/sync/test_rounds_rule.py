@@ -631,6 +631,26 @@ def test_delay_stays_where_only_what_came_along_was_dear():
     assert job.settings.delay_bound == 4
 
 
+def test_what_came_along_and_was_dear_does_not_come_with_delay_again_soon():
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    job.window(lambda k: (0.0, 2.1))
+    job.window(lambda k: (2.0, 0.0))
+    job.rule.restart(job.version)  # others, of whom nothing is known
+    job.settings = replace(job.settings, delay_bound=0)
+    change = job.window(lambda k: (0.0, 2.1))
+    assert (change.delay_bound, change.wire) == (4, "float32")
+
+
+def test_what_came_along_and_was_worth_it_stays():
+    """What comes after it is judged by itself."""
+    sync = replace(WIRE_BY_RULE, delay_bound="auto", quorum="auto")
+    job = Job(sync=sync)
+    assert job.window(lambda k: (0.0, 2.1)).wire == "top64"
+    assert job.window(lambda k: (0.5, 0.0)).quorum == GREATER_QUORUM
+    back = job.window(lambda k: (0.5, 0.0))
+    assert (back.quorum, back.wire) == (0.25, "top64")
+
+
 def test_it_does_not_come_along_where_ranks_wait_for_each_other():
     """In each round one of them for nobody."""
     rule = rule_for(replace(WIRE_BY_RULE, delay_bound="auto"))
@@ -641,14 +661,35 @@ def test_it_does_not_come_along_where_ranks_wait_for_each_other():
     assert (change.delay_bound, change.wire) == (4, "float32")
 
 
+def looked_back(job):
+    """A job in delayed mode, as it is in step to see what ranks would wait for."""
+    while not job.settings.synchronous:
+        job.window(lambda k: (0.0, 0.0))
+    return job
+
+
+@pytest.mark.parametrize(("waits", "wire"), [(2.5, "top64"), (1.5, "top64"), (0.9, "float32")])
+def test_after_a_look_back_it_is_what_it_was_if_ranks_still_wait_for_as_long(waits, wire):
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    assert job.window(lambda k: (0.0, 2.1)).wire == "top64"
+    assert looked_back(job).settings.wire == "float32"
+    change = next(filter(None, (job.window(lambda k: (0.0, waits)) for _ in range(LASTING_WINDOWS))))
+    assert (change.delay_bound, change.wire) == (4, wire)
+
+
+def test_other_ranks_have_no_wire_from_before_a_look_back():
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
+    job.window(lambda k: (0.0, 2.1))
+    looked_back(job).rule.restart(job.version)
+    assert job.window(lambda k: (0.0, 1.5)).wire == "float32"
+
+
 @pytest.mark.parametrize("waits", [2.5, 0.2])
-def test_after_a_look_back_it_is_what_it_was(waits):
+def test_after_a_look_back_it_is_no_coarser_than_it_was(waits):
     job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
     assert job.window(lambda k: (0.0, 1.9)).wire == "float32"
     assert job.window(lambda k: (0.0, 0.5)).wire == "int8"
-    while not job.settings.synchronous:
-        job.window(lambda k: (0.0, 0.0))
-    assert job.settings.wire == "float32"
+    assert looked_back(job).settings.wire == "float32"
     change = next(filter(None, (job.window(lambda k: (0.0, waits)) for _ in range(LASTING_WINDOWS))))
     assert (change.delay_bound, change.wire) == (4, "int8")
 
@@ -667,12 +708,15 @@ def test_a_resumed_job_goes_on_with_its_wire():
 
 def test_behind_a_very_slow_link_few_rounds_in_step_are_enough():
     def decided(waits, seconds=1.0):
-        """`waits` of rank 0 and of the others, over computing, by task after the first."""
-        rule = rule_for(SyncConfig(quorum=0.25, grace=0, fragments=1))
-        for rank in SHARES:
-            for of_ranks in [*FIRST_TASKS * [(0.0, 0.0)], *waits]:
+        """`waits` of rank 0 and of the others, over computing, by task after the first: as soon as there is a change,
+        which must not be before the last task."""
+        rule, changes = rule_for(SyncConfig(quorum=0.25, grace=0, fragments=1)), []
+        for of_ranks in [*FIRST_TASKS * [(0.0, 0.0)], *waits]:
+            assert not any(changes)
+            for rank in SHARES:
                 rule.observe(rank, seconds, 0.0, seconds * of_ranks[rank > 0])
-        return rule.decide(Settings(0, 0.25), 1, SHARES)
+            changes.append(rule.decide(Settings(0, 0.25), 1, SHARES))
+        return changes[-1]
 
     change = decided(2 * [(5.0, 4.0)])
     assert (change.delay_bound, change.waits) == (4, pytest.approx(0.75 * 5 + 0.25 * 4))
@@ -680,15 +724,29 @@ def test_behind_a_very_slow_link_few_rounds_in_step_are_enough():
     assert decided(2 * [(5.0, 0.1)]) is None  # a rank that others wait for
     assert decided([(5.0, 0.1), (0.1, 5.0)]) is None  # each in its turn
     assert decided([(0.0, 0.0), (50.0, 50.0)]) is None  # a moment
+    assert decided([(0.2, 0.2), (0.2, 0.2), (50.0, 50.0)]) is None
     assert decided(2 * [(1.9, 1.9)]) is None
     assert decided(19 * [(50.0, 50.0)], 0.001) is None
-    assert decided(21 * [(50.0, 50.0)], 0.001).delay_bound == 4
+    assert decided(20 * [(50.0, 50.0)], 0.001).delay_bound == 4
 
 
 def test_a_moment_later_is_none_either():
     job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto"))
     assert job.window(lambda k: (0.0, 0.0)) is None
-    assert [job.window(lambda k: (0.0, 50.0)) for _ in range(LASTING_WINDOWS - 1)] == [None] * (LASTING_WINDOWS - 1)
+    for _ in range(2 * LASTING_WINDOWS):
+        for rank in SHARES:
+            job.rule.observe(rank, 1.0, 0.0, 50.0)
+        assert job.rule.decide(job.settings, job.version, SHARES) is None
+
+
+def test_a_look_back_looks_at_rounds_in_step_alone():
+    job = Job(sync=replace(WIRE_BY_RULE, delay_bound="auto", wire="float32"))
+    assert job.window(lambda k: (0.0, 2.1)).delay_bound == 4
+    job.window(lambda k: (0.0, 0.0))
+    while not job.settings.synchronous:
+        job.window(lambda k: (0.0, 9.0))
+    assert job.rule.decide(job.settings, job.version, SHARES) is None
+    assert job.window(lambda k: (0.0, 0.0)) is None
 
 
 def test_what_a_rise_has_promised_is_judged_by_a_whole_window():
