@@ -28,7 +28,7 @@ from hetsync.config.parser import read_recipe
 from hetsync.simulate.recipe import build
 
 LAB = ROOT / "tests" / "fault" / "namespaces_lab.sh"
-BATCH, SAMPLES, RATES = 40, 8_000, (0.0025, 0.005)
+BATCH, SAMPLES, LEARNING_RATES = 40, 8_000, (0.0025, 0.005)
 TARGET, JOB_SECONDS = 0.95, 300
 DILOCO = ["--sync.delay_bound", "1", "--sync.quorum", "1.0", "--sync.grace", "0", "--sync.wire", "bfloat16"]
 DILOCO += ["--sync.outer.name", "nesterov", "--sync.outer.learning_rate", "0.3", "--sync.outer.momentum", "0.5"]
@@ -56,11 +56,9 @@ def hosts(count: int, rate: str) -> Iterator[Path]:
             subprocess.run([LAB, "down", folder], check=True)
 
 
-def crossed(lab: Path) -> int:
-    """Bytes that h0's link has carried so far, both ways."""
-    counters = "/sys/class/net/eth0/statistics"
-    words = [lab / "on", "h0", f"mount -t sysfs sysfs /sys; cat {counters}/rx_bytes {counters}/tx_bytes"]
-    return sum(map(int, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()))
+def carried(lab: Path) -> int:
+    """Bytes of h0's link so far, both ways."""
+    return int(subprocess.run([LAB, "carried", lab, "h0"], capture_output=True, text=True, check=True).stdout)
 
 
 def job(lab: Path, count: int, arm: str, rate: float, seed: int) -> dict[str, Any]:
@@ -68,10 +66,10 @@ def job(lab: Path, count: int, arm: str, rate: float, seed: int) -> dict[str, An
     train += ["--run.evaluate_every", SAMPLES // 20, "--run.profile_seconds", 1, "--data.batch_size", BATCH]
     train += ["--optimizer.name", "adamw", "--optimizer.momentum", 0, "--optimizer.learning_rate", rate, *ARMS[arm]]
     with tempfile.TemporaryDirectory() as run:
-        before = crossed(lab)
+        before = carried(lab)
         words = [lab / "mpirun", "-np", count, *train, "--run.dir", run]
         summary = with_curves(summary_of(words, Path(run), JOB_SECONDS), Path(run))
-        sent = crossed(lab) - before
+        sent = carried(lab) - before
     told = {key: summary[key] for key in ("rounds", "rounds_changes", "bytes_of_ddp", "samples_per_second")}
     return {
         "points": evaluations(summary["evaluations"]),
@@ -109,7 +107,7 @@ def main() -> None:
     jobs: list[dict[str, Any]] = []
     for link in options.rates:
         with hosts(options.hosts, link) as lab:
-            for seed, arm, rate in product(range(options.seeds), options.arms, RATES):
+            for seed, arm, rate in product(range(options.seeds), options.arms, LEARNING_RATES):
                 found = job(lab, options.hosts, arm, rate, seed)
                 jobs.append({"link": link, "hosts": options.hosts, "arm": arm, "rate": rate, "seed": seed, **found})
                 print(json.dumps({key: jobs[-1][key] for key in ("link", "arm", "rate", "seed")}), seconds(jobs[-1]))

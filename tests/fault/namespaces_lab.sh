@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Several hosts on this machine, behind links of a rate of their own, for test_two_hosts.py and benchmarks/planes.py.
-# Each is a network namespace with one interface, on a switch that reaches nothing else. Needs root, iproute2 and
-# util-linux.
+# Several hosts on this machine, behind links of a rate of their own, for test_two_hosts.py, benchmarks/planes.py and
+# benchmarks/slow_hosts.py. Each is a network namespace with one interface, on a switch that reaches nothing else. Needs
+# root, iproute2 and util-linux.
 #
 #   namespaces_lab.sh up FOLDER HOSTS [RATE]   starts hosts h0, h1 ... at 10.77.0.1 and so on; RATE as tc has it,
 #                                              of each host's link, in each direction (1gbit, 100mbit); without it, free
@@ -10,6 +10,7 @@
 #   namespaces_lab.sh crash FOLDER HOST        cuts its link, and ends what runs on it
 #   namespaces_lab.sh hasten FOLDER            makes hosts give connections up after seconds without an answer, and not
 #                                              after a quarter of an hour
+#   namespaces_lab.sh carried FOLDER HOST      bytes that its link has carried so far, both ways
 #   namespaces_lab.sh pids FOLDER              what runs on the hosts
 #   namespaces_lab.sh down FOLDER              ends what runs there, and removes them
 #
@@ -94,6 +95,12 @@ hasten() {
     for name in $(hosts); do nsenter --net="/run/netns/$name" sysctl -qw net.ipv4.tcp_retries2=3; done
 }
 
+carried() {
+    local counters=/sys/class/net/eth0/statistics received sent # of the namespace whose /sys it is
+    { read -r received && read -r sent; } < <("$base/on" "$1" "mount -t sysfs sysfs /sys; cat $counters/[rt]x_bytes")
+    echo $((received + sent))
+}
+
 pids() {
     local name
     for name in $(hosts); do ip netns pids "$name"; done
@@ -112,7 +119,7 @@ case $action in
     up) up "${3:?a number of hosts}" "${4:-}" || { down && exit 1; } ;;
     cut) link "${3:?a host}" down STOP ;;
     mend) link "${3:?a host}" up CONT ;;
-    crash) crash "${3:?a host}" ;;
+    crash | carried) "$action" "${3:?a host}" ;;
     hasten | pids | down) "$action" ;;
     *) echo "namespaces_lab.sh: $action is none of its actions, which its head lists" >&2 && exit 2 ;;
 esac

@@ -53,11 +53,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         subprocess.run([LAB, "down", base], check=True, timeout=60)
 
 
-def _crossed(lab: Path) -> int:
-    """Bytes that h0's link has carried so far, both ways."""
-    counters = "/sys/class/net/eth0/statistics"
-    words = [lab / "on", "h0", f"mount -t sysfs sysfs /sys; cat {counters}/rx_bytes {counters}/tx_bytes"]
-    return sum(map(int, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()))
+def _carried(lab: Path) -> int:
+    """Bytes of h0's link so far, both ways."""
+    return int(subprocess.run([LAB, "carried", lab, "h0"], capture_output=True, text=True, check=True).stdout)
 
 
 def _ended(words: list[str], folder: Path) -> Done:
@@ -72,19 +70,19 @@ def _check(lab: Path, folder: Path, before: int, carrier: str) -> None:
     assert summary["samples_applied"] == SAMPLES
     assert summary["plane"].startswith(f"sums by {carrier}")
     assert [rank["host"] for rank in summary["per_rank"]] == ["h0", "h1"]
-    assert _crossed(lab) - before > summary["per_rank"][0]["bytes_sent"] > 0
+    assert _carried(lab) - before > summary["per_rank"][0]["bytes_sent"] > 0
 
 
 @pytest.mark.parametrize(("plane", "carrier"), [("mpi", "MPI"), ("torch", "Gloo")])
 def test_a_job_under_mpirun_spans_both(lab: Path, tmp_path: Path, plane: str, carrier: str) -> None:
-    before = _crossed(lab)
+    before = _carried(lab)
     words = [str(lab / "mpirun"), "-np", "2", program("hetsync-train"), *TRAIN, "--run.plane", plane]
     _ended(words, tmp_path)
     _check(lab, tmp_path, before, carrier)
 
 
 def test_a_job_under_torchrun_spans_both(lab: Path, tmp_path: Path) -> None:
-    before = _crossed(lab)
+    before = _carried(lab)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     meeting = ["--master-addr", "h0", "--master-port", "29500"]
     train = [program("hetsync-train"), *TRAIN]
