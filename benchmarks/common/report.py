@@ -16,8 +16,8 @@ import mpi4py
 import numpy as np
 import torch
 
-from hetsync import __version__
 from hetsync.files import write_atomically
+from hetsync.version import version_with_commit
 
 Record = Mapping[str, Any]
 
@@ -28,13 +28,13 @@ def command(module: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What a result was measured on."""
+    """What a result was measured on, with the commit."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         processor = platform.processor()
-    versions = {"hetsync": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {"hetsync": version_with_commit(), "python": platform.python_version(), "torch": torch.__version__}
     return {"processor": processor, "cores": os.cpu_count(), **versions, "mpi4py": mpi4py.__version__}
 
 

@@ -33,7 +33,7 @@ LOCAL = {"delay_bound": 1, "quorum": 1.0, "grace": 0, "wire": "bfloat16"}
 OUTER = ((0.7, 0.9), (0.7, 0.5), (0.3, 0.5))  # rate and momentum
 STEPS = (2, 8, 32)  # of a rank between two averages
 RIVALS: dict[str, dict[str, Any]] = {
-    **{f"DDP, {wire}": {"delay_bound": 0, "wire": wire} for wire in ("bfloat16", "int8")},
+    **{f"DDP, {wire}": {"delay_bound": 0, "wire": wire, "bucket_bytes": 16384} for wire in ("bfloat16", "int8")},
     **{f"local SGD, K = {steps}": {**LOCAL, "accumulation": steps} for steps in STEPS},
     **{
         f"DiLoCo, K = {steps}, {rate}, {momentum}": {

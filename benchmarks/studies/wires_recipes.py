@@ -69,17 +69,20 @@ def job(cell: Cell) -> dict[str, Any]:
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        "| recipe | D | wire | bytes of a round | loss at the end | over D = 0 | over float32 |",
-        "| --- " * 7 + "|",
-    ]
+    head = ("recipe", "D", "wire", "bytes of a round", "rounds", "s", "metric", "over D = 0", "over float32")
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for (recipe,), records in grouped(results, "recipe").items():
-        arms = {key: [last(each) for each in arm] for key, arm in grouped(records, "delay_bound", "wire").items()}
-        for (bound, wire), losses in arms.items():
-            ratios = [[mine / other for mine, other in zip(losses, arms[of], strict=True)] for of in arms][:2]
+        arms = {key: of_arm for key, of_arm in grouped(records, "delay_bound", "wire").items()}
+        metrics = {key: list(map(last, of_arm)) for key, of_arm in arms.items()}
+        for (bound, wire), of_arm in arms.items():
             sent = encoded_bytes(records[0]["values"], wire) / (4 * records[0]["values"])
-            figures = " | ".join([spread(losses, ".4f"), *(spread(each, ".4f") for each in ratios)])
-            lines.append(f"| {recipe} | {bound} | {wire} | {sent:.4f} | {figures} |")
+            figures = [f"{sent:.4f}", spread([record["rounds"] for record in of_arm], "g")]
+            figures.append(spread([record["points"][-1]["seconds"] for record in of_arm], ".0f"))
+            figures.append(spread(metrics[bound, wire], ".4f"))
+            for other in ARMS[:2]:
+                pairs = zip(metrics[bound, wire], metrics[other], strict=True)
+                figures.append(spread([mine / others for mine, others in pairs], ".3f"))
+            lines.append(f"| {recipe} | {bound} | {wire} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 

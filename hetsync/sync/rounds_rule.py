@@ -35,8 +35,8 @@ RULED_GRACE = 1
 SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
 GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
 GRACE_COSTS_FRAGMENTED = 0.05  # beside two fragments (docs/results/fragments.md)
-# Wires, and for how long ranks must wait: a judgement, of the time to a target none has cost anything
-# (docs/results/wires.md). A round of a quarter of the bytes ends waits of up to three slices.
+# Wires, and for how long ranks must wait: a judgement, of the time to a target none has cost more than seeds differ by
+# (docs/results/wires.md). A round of a quarter of the bytes ends most waits of up to three slices.
 WIRE_COSTS: dict[WireFormat, float] = {"top64": 1.0, "int8": 0.02}
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target by four in place of two; 0.08 with grace
