@@ -70,6 +70,8 @@ def test_an_active_environment_keeps_what_is_in_it(tmp_path: Path, installed_fro
     assert (active / "of-the-user").exists()
     assert "install" in (active / "bin" / "calls").read_text()
     assert f"at {root} {active} " in (active / ".hetsync-installed").read_text()
+    told = f"it had HetSync of {tmp_path / 'other'}, whose place that of {root} takes"
+    assert (told in done.stderr) == (installed_from == "another clone")
 
 
 # Notes the versions that pip is held to, and is Python in all else.
