@@ -1,9 +1,9 @@
 """Time to a target behind slow links, each way of training at its own best rate: real gradients on virtual time.
 
-    python -m benchmarks.studies.links --output results [--seeds 3] [--processes 2]
+    python -m benchmarks.studies.links --output results [--kinds AdamW momentum] [--seeds 3] [--processes 2]
 
-The jobs of `benchmarks.studies.stability` with AdamW at two rates, on ranks of the quickstart's speeds behind links on
-which a sum of all weights takes 0.5 to 100 slices. Rivals are settings that are exactly them, with shares by speed and
+The jobs of `benchmarks.studies.stability` at a few rates, on ranks of the quickstart's speeds behind links on which a
+sum of all weights takes 0.5 to 100 slices. Rivals are settings that are exactly them, with shares by speed and
 a bfloat16 wire: DistributedDataParallel with its hook (D = 0; in 8 bits, too), and, with a rank's K local steps between
 two averages that travel while it goes on, local SGD and DiLoCo (Nesterov outside, three settings), at the best of three
 K. Ratios are to the best of these by seed; bytes are those of a rank's sums, over those of a float32 sum a batch.
@@ -28,7 +28,7 @@ from hetsync.emulation.cluster import Link, load_cluster
 from hetsync.plane.wire import encoded_bytes
 
 LINKS = (0.5, 3.0, 12.0, 100.0)  # slices that a sum of all weights takes
-RATES = (0.0025, 0.005)
+RATES = {"AdamW": (0.0025, 0.005), "momentum": (0.025, 0.05, 0.1)}
 LOCAL = {"delay_bound": 1, "quorum": 1.0, "grace": 0, "wire": "bfloat16"}
 OUTER = ((0.7, 0.9), (0.7, 0.5), (0.3, 0.5))  # rate and momentum
 STEPS = (2, 8, 32)  # of a rank between two averages
@@ -56,20 +56,22 @@ ARMS = {**RIVALS, **OURS}
 
 @dataclass(frozen=True)
 class Cell:
+    kind: str
     link: float
     arm: str
     rate: float
     seed: int
 
 
-def cells(seeds: int) -> Iterator[Cell]:
-    yield from (Cell(link, arm, rate, seed) for seed, link, arm, rate in product(range(seeds), LINKS, ARMS, RATES))
+def cells(kinds: Sequence[str], seeds: int) -> Iterator[Cell]:
+    for seed, kind in product(range(seeds), kinds):
+        yield from (Cell(kind, link, arm, rate, seed) for link, arm, rate in product(LINKS, ARMS, RATES[kind]))
 
 
 def job(cell: Cell) -> dict[str, Any]:
     cluster = replace(load_cluster("slow-link"), link=Link(compute_fraction=cell.link))
     settings = dict(ARMS[cell.arm])
-    plain = Job("AdamW", cluster.name, settings.pop("delay_bound"), cell.rate, cell.seed)
+    plain = Job(cell.kind, cluster.name, settings.pop("delay_bound"), cell.rate, cell.seed)
     return {**simulated(plain, cluster, **settings), **asdict(cell)}
 
 
@@ -95,10 +97,11 @@ def bytes_of(record: Mapping[str, Any]) -> float:
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        f"| link, slices | way | rate | bytes, of DDP's | s to {TARGET} | best rival's over it | final accuracy |",
-        "| --- " * 7 + "|",
+        f"| optimizer | link, slices | way | rate | bytes, of DDP's | s to {TARGET}"
+        " | best rival's over it | final accuracy |",
+        "| --- " * 8 + "|",
     ]
-    for (link,), records in grouped(results, "link").items():
+    for (kind, link), records in grouped(results, "kind", "link").items():
         arms = {arm: best_rate(of_arm) for (arm,), of_arm in grouped(records, "arm").items()}
         seconds = {arm: times(of_arm) for arm, of_arm in arms.items()}
         by_seed = zip(*(seconds[arm] for arm in RIVALS), strict=True)
@@ -108,13 +111,15 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
             ratios = [theirs / mine if theirs and mine else None for theirs, mine in pairs]
             figures = [spread(list(map(bytes_of, of_arm)), ".3f"), spread(seconds[arm], ".1f"), spread(ratios, ".2f")]
             figures.append(spread(list(map(final, of_arm)), ".3f"))
-            lines.append(f"| {link:g} | {arm} | {of_arm[0]['rate']:g} | {' | '.join(figures)} |")
+            lines.append(f"| {kind} | {link:g} | {arm} | {of_arm[0]['rate']:g} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    options = parser_of(__doc__).parse_args()
-    results = results_of(options.output, "links", cells(options.seeds), job, options.processes)
+    parser = parser_of(__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=RATES, default=["AdamW"], help="optimizers")
+    options = parser.parse_args()
+    results = results_of(options.output, "links", cells(options.kinds, options.seeds), job, options.processes)
     publish(options.output, "studies.links", markdown(results))
 
 
