@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -14,6 +14,9 @@ from hetsync.plane.base import Plane, PlaneError
 
 # Four values to 16 MiB: the smallest shows the latency, the largest the bandwidth.
 SIZES_BYTES = (16, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)
+# As a job begins: what a slow link is known by, and a fast one has done in no time.
+FIRST_SIZES_BYTES = (16, 64 * 1024)
+FIRST_SECONDS = 0.5
 
 MOST_REPETITIONS = 7
 CPU = torch.device("cpu")
@@ -27,6 +30,7 @@ def measure_interconnect(
     device: torch.device = CPU,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
 ) -> Link:
     """Latency and bandwidth of float32 allreduces over all ranks, of tensors on their `device`; collective, the same
     result everywhere.
@@ -41,12 +45,12 @@ def measure_interconnect(
     started = clock()
     sizes: list[int] = []
     seconds: list[float] = []
-    for size in SIZES_BYTES:
+    for size in sizes_bytes:
         values = torch.zeros(size // 4, dtype=torch.float32, device=device)
         first = _timed(plane, values, timeout_seconds, clock, sleep)
         left = budget_seconds - (clock() - started)
         # Rank 0 decides for all: ranks that count differently would post different collectives and hang.
-        repetitions = plane.broadcast_object(min(MOST_REPETITIONS, int(left / (len(SIZES_BYTES) * first))))
+        repetitions = plane.broadcast_object(min(MOST_REPETITIONS, int(left / (len(sizes_bytes) * first))))
         repeats = range(max(1, repetitions))
         times = [_timed(plane, values, timeout_seconds, clock, sleep) for _ in repeats]
         sizes.append(size)

@@ -81,6 +81,8 @@ class Communicator:
 
     def start(self) -> None:
         """The coordinator hands out the first work."""
+        if self._scenario.begun is not None:
+            self._on_rounds_change(self._scenario.begun)
         self._coordinator.start()
 
     def send_events(self, rank: VirtualRank, events: Sequence[Event]) -> None:
@@ -299,7 +301,8 @@ def _coordinator(
     times, caps = ({r: p.time for r, p in profiles.items()}, {r: p.cap for r, p in profiles.items()})
     rebalance = sync.rebalance and sync.shares == "speed"
     speeds = Speeds(times, caps, sync.pins)
-    rule = rule_for(sync, adaptive=scenario.adaptive) if len(scenario.ranks) > 1 else None
+    several = len(scenario.ranks) > 1
+    rule = rule_for(sync, adaptive=scenario.adaptive, begun=scenario.begun) if several else None
     return Coordinator(
         machine,
         speeds,

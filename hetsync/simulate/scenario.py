@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from hetsync.emulation.link import LinkTimes
 from hetsync.simulate.polling import Runtime
 from hetsync.sync.gradients import make_buckets
 from hetsync.sync.milestones import Marks, Milestones, no_marks, rests_at
+from hetsync.sync.rounds_rule import RoundsChange, begun_behind
 from hetsync.sync.tail import shared_buffers, travelling_bytes, travelling_values
 
 
@@ -94,9 +95,25 @@ class Scenario:
         return self.milestones or rests_at(no_marks, "", self.total_samples)
 
     @cached_property
+    def _shares(self) -> tuple[int, ...]:
+        """Samples of each rank in a slice, as the recipe has them."""
+        return choose_shares(self.sync, self.batch_size, self.ranks)
+
+    @cached_property
+    def _slice_seconds(self) -> float:
+        return makespan(self._shares, [profile.time for profile in self.ranks])
+
+    @cached_property
+    def begun(self) -> RoundsChange | None:
+        """Other settings to begin with, by what is seen of the link."""
+        return begun_behind(self.sync, self.link_seconds(self.traffic.values), self._slice_seconds)
+
+    @cached_property
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank in a slice, at the start."""
-        return choose_shares(self.sync, self.batch_size, self.ranks)
+        if self.begun is None:
+            return self._shares
+        return choose_shares(replace(self.sync, delay_bound=self.begun.delay_bound), self.batch_size, self.ranks)
 
     @cached_property
     def link(self) -> Link:
@@ -107,5 +124,5 @@ class Scenario:
         """One collective of so many values, at the first shares."""
         if self.link == Link() or len(self.ranks) == 1:
             return 0.0
-        slice_seconds = makespan(self.shares, [profile.time for profile in self.ranks])
-        return LinkTimes.of(self.link, len(self.ranks), 4 * self.traffic.values, slice_seconds).seconds(values, wire)
+        times = LinkTimes.of(self.link, len(self.ranks), 4 * self.traffic.values, self._slice_seconds)
+        return times.seconds(values, wire)

@@ -177,9 +177,10 @@ class Simulation:
 
 
 def _state_machine(scenario: Scenario) -> RoundStateMachine:
+    settings = settings_of(scenario.sync)
     return RoundStateMachine(
         dict(enumerate(scenario.shares)),
-        settings_of(scenario.sync),
+        settings if scenario.begun is None else scenario.begun.applied_to(settings),
         Ledger(scenario.total_samples),
         scenario.rests,
         evaluations=scenario.evaluations,

@@ -1,15 +1,16 @@
 """Delay, and fewer and smaller rounds, by rule: where synchronisation keeps devices from computing.
 
 Ranks tell with each task how long it has kept them: by its own work, and by waits (`TaskFinished`). Where the delay
-bound is by rule a job begins synchronous. Where ranks wait there for longer than delay costs, they go on without. Then
-nobody sees any more what they would wait for: so the rule looks back, for a window of synchronous training, ever more
-seldom. In delayed mode five things make synchronisation less. A greater quorum q, of half a full set, lets a round wait
-for more contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait
-for all, or until a rank has finished a second task: about one. A coarser wire makes what a round sends a quarter, or a
-124th, twice the fragments of a large model half, and so the time that the link takes for it. Twice the K is half
-of the work, and lets a rank run twice as many slices ahead, so that it need not wait for a slow link. All but the wire
-part local weights further between two rounds, which costs progress a sample, K most, and the more so at a high learning
-rate: so a rise must promise more than it costs (docs/results/rounds.md, fragments.md, wires.md).
+bound is by rule a job begins synchronous, unless a sum is seen to take slices before the first round. Where ranks wait
+there for longer than delay costs, they go on without. Then nobody sees any more what they would wait for: so the rule
+looks back, for a window of synchronous training, ever more seldom. In delayed mode five things make synchronisation
+less. A greater quorum q, of half a full set, lets a round wait for more contributions: about two rounds in place of
+four, with steps and contributions as before. Grace lets it wait for all, or until a rank has finished a second task:
+about one. A coarser wire makes what a round sends a quarter, or a 124th, twice the fragments of a large model half, and
+so the time that the link takes for it. Twice the K is half of the work, and lets a rank run twice as many slices ahead,
+so that it need not wait for a slow link. All but the wire part local weights further between two rounds, which costs
+progress a sample, K most, and the more so at a high learning rate: so a rise must promise more than it costs
+(docs/results/rounds.md, fragments.md, wires.md).
 
 Pure: no clock, and the simulator runs the same.
 """
@@ -17,7 +18,7 @@ Pure: no clock, and the simulator runs the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -157,6 +158,10 @@ def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
     return tuple(rises)
 
 
+def _fewest_bytes(rises: Iterable[Rise]) -> Rise | None:
+    return max((rise for rise in rises if rise.key == "wire"), key=lambda rise: rise.costs, default=None)
+
+
 def called(settings: Settings) -> str:
     if settings.synchronous:
         return "D = 0"
@@ -221,7 +226,8 @@ class Promise:
 class RoundsRule:
     """Call `observe` with full tasks of the settings in force, and `decide` as often as you like."""
 
-    def __init__(self, rises: Sequence[Rise], version: int = 0) -> None:
+    def __init__(self, rises: Sequence[Rise], version: int = 0, waits: float = 0.0) -> None:
+        """`waits`: those over computing for which the job has begun with delay, if it has."""
         self._trials = {rise: Trials() for rise in rises}
         self._window_ends = version + WINDOW_ROUNDS
         self._windows: defaultdict[int, Window] = defaultdict(Window)
@@ -230,6 +236,7 @@ class RoundsRule:
         self._promised: Promise | None = None
         self._calm = 0  # windows in a row that would bear more rounds
         self._delayed = 0  # windows in a row in delayed mode, where that is by rule
+        self._waits = waits  # for which that was chosen
         self._synchronous = 0  # and in synchronous mode
         self._called_for = 0  # windows in a row that have called for delay
         self._wire: Rise | None = None  # made before a look back, after which the link is no faster
@@ -256,7 +263,7 @@ class RoundsRule:
         """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
         whether they need delay is looked at soon."""
         self._promised = self._wire = None
-        self._delayed = 0
+        self._delayed, self._waits = 0, 0.0
         self._trials.update((rise, Trials()) for rise in self._trials if rise.delays)
         self._settle(version)
 
@@ -323,6 +330,7 @@ class RoundsRule:
             saving, steadily = rise.saving(work, waits), rise.saving(work, steady)
             if rise.is_next(settings) and self._lasts(rise, saving, steadily) and trials.retry_in <= 0:
                 along = self._wire_with_delay(waits, clear) if rise.delays else None
+                self._waits = waits if rise.delays else self._waits
                 self._promised = Promise(rise, work + waits - KEPT * saving, along)
                 self._calm = 0
                 trials.made += 1
@@ -336,8 +344,7 @@ class RoundsRule:
 
     def _wire_with_delay(self, waits: float, clear: bool) -> Rise | None:
         """The wire of before a look back; else, behind a very slow link, that of fewest bytes."""
-        fewest = max(self._wires(), key=lambda rise: rise.costs, default=None)
-        rise = self._wire or (fewest if clear else None)
+        rise = self._wire or (_fewest_bytes(self._trials) if clear else None)
         return rise if rise and waits > rise.costs and self._trials[rise].retry_in <= 0 else None
 
     def _in_step(self, settings: Settings) -> Settings:
@@ -356,13 +363,14 @@ class RoundsRule:
         return at_once or self._called_for >= LASTING_WINDOWS
 
     def _looks_back(self, settings: Settings) -> bool:
-        """Is it time to be synchronous for a window? With delay nobody sees what ranks would wait for."""
+        """Is it time to be synchronous for a window? With delay nobody sees what ranks would wait for. The longer that
+        was, the more a look back costs."""
         delay = next((rise for rise in self._trials if rise.delays), None)
         if delay is None or settings.synchronous:
             self._delayed = 0
             return False
         self._delayed += 1
-        return self._delayed >= CALM_WINDOWS * 4 ** self._trials[delay].made
+        return self._delayed >= CALM_WINDOWS * 4 ** self._trials[delay].made * max(1.0, self._waits)
 
     def _calmed(self, settings: Settings, overhead: float) -> Settings:
         """With the last rise taken back, where it has long been of little use."""
@@ -379,10 +387,27 @@ class RoundsRule:
         return last.taken_back(settings)
 
 
-def rule_for(sync: SyncConfig, version: int = 0, adaptive: bool = False) -> RoundsRule | None:
-    """None where the recipe leaves it nothing to set. See `rises_of`."""
+def rule_for(
+    sync: SyncConfig, version: int = 0, adaptive: bool = False, begun: RoundsChange | None = None
+) -> RoundsRule | None:
+    """None where the recipe leaves it nothing to set. See `rises_of`; `begun` is what `begun_behind` has found."""
     rises = rises_of(sync, adaptive)
-    return RoundsRule(rises, version) if rises else None
+    return RoundsRule(rises, version, 0.0 if begun is None else begun.waits) if rises else None
+
+
+def begun_behind(sync: SyncConfig, sum_seconds: float, slice_seconds: float) -> RoundsChange | None:
+    """Before the first round: delay, and the wire of fewest bytes, where a sum of all weights in float32 is seen to
+    take so long that ranks would wait for longer than they compute, and the delay bound is by rule."""
+    rises = rises_of(sync)
+    delay = next((rise for rise in rises if rise.delays), None)
+    if delay is None or sum_seconds < OVERWHELMING * slice_seconds:
+        return None
+    settings, wire = delay.made(settings_of(sync)), _fewest_bytes(rises)
+    new = settings if wire is None else wire.made(settings)
+    waits = sum_seconds / slice_seconds
+    ruled = {key: getattr(new, key) for key in RULED}
+    reason = f"a sum of all weights takes {waits:.0%} of a slice: {called(new)}"
+    return RoundsChange(round=0, work=0.0, waits=waits, reason=reason, **ruled)
 
 
 def found_before(sync: SyncConfig, settings: Settings) -> Settings:

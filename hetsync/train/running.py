@@ -21,6 +21,7 @@ from hetsync.errors import UserError, complain, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.launchers import write_status
 from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
+from hetsync.profiling.interconnect import FIRST_SECONDS, FIRST_SIZES_BYTES, measure_interconnect
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.messages import NO_BOUND
 from hetsync.sync.milestones import (
@@ -35,6 +36,7 @@ from hetsync.sync.milestones import (
     marks_every,
     rests_for,
 )
+from hetsync.sync.rounds_rule import RoundsChange, begun_behind
 from hetsync.sync.tail import trained_values, travelling_bytes
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint, ranks
@@ -306,8 +308,14 @@ class Running:
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
         injection = self._injection
         plane: Plane = self.plane if injection is None else injection.plane
+        linked = behind_link(plane, at.cluster, travelling_bytes(self.model), slice_seconds)
+        several = linked is not plane or len({profile.host for profile in self.profiles}) > 1
+        begun = self._begun_behind(linked, slice_seconds) if several else None
+        if begun is not None:
+            sync = replace(config.sync, delay_bound=begun.delay_bound)
+            shares = ranks.first_shares(replace(config, sync=sync), self.profiles, self.assignment, self._progress)
         session = Session(
-            plane=behind_link(plane, at.cluster, travelling_bytes(self.model), slice_seconds),
+            plane=linked,
             trained=Trained(
                 model=self.model,
                 optimizers=self.prepared.parts.optimizers,
@@ -319,7 +327,7 @@ class Running:
             ),
             source=self.source,
             sync=config.sync,
-            terms=self._make_terms(shares),
+            terms=self._make_terms(shares, begun),
             device=self.timer if injection is None else InjectedDevice(self.timer, injection),
             telemetry=self.telemetry,
             timeout_seconds=config.run.timeout_seconds,
@@ -351,8 +359,22 @@ class Running:
             for function, marks in self.prepared.calls
         ]
 
-    def _make_terms(self, shares: tuple[int, ...]) -> Terms:
+    def _begun_behind(self, plane: Plane, slice_seconds: float) -> RoundsChange | None:
+        """Collective, as a job begins that has a link between its ranks and a delay bound by rule: how slow is it?
+        Where ranks have not been measured they learn that in rounds; where they go on they have learnt it."""
+        sync = self.config.sync
+        begins = self._welcome is None and self._progress is None and self._is_measured and not self.finished
+        ruled = sync.delay_bound == "auto" and self.config.control.name == "fixed" and self.assignment is None
+        if not (begins and ruled):
+            return None
+        timing = (FIRST_SECONDS, self.config.run.timeout_seconds)
+        link = measure_interconnect(plane, *timing, self._device, sizes_bytes=FIRST_SIZES_BYTES)
+        seconds = link.seconds(travelling_bytes(self.model), plane.size, slice_seconds)
+        return begun_behind(sync.for_model(trained_values(self.model)), seconds, slice_seconds)
+
+    def _make_terms(self, shares: tuple[int, ...], begun: RoundsChange | None) -> Terms:
         run, progress = self.config.run, self._progress
+        settings = first_settings(self.config, progress, trained_values(self.model))
         rests: dict[str, Marks] = {CHECKPOINT: self._checkpoints}
         if self.prepared.interval_samples is not None:
             rests[EPOCH] = marks_every(self.prepared.interval_samples, self.total)
@@ -366,7 +388,8 @@ class Running:
             applied=progress.samples_applied if progress else self.prepared.first_sample,
             version=progress.version if progress else 0,
             shares=shares,
-            settings=first_settings(self.config, progress, trained_values(self.model)),
+            settings=settings if begun is None else begun.applied_to(settings),
+            begun=begun,
             evaluations=marks_every(self.prepared.evaluation[0] if self.prepared.evaluation else None, self.total),
             entry=None if self._welcome is None else self._welcome.entry,
         )

@@ -313,7 +313,7 @@ class Session:
             rebalance=rebalance,
             control=self.control,
             on_evaluation=self._report,
-            rule=rule_for(self._sync_of_model, terms.version, adaptive) if ruled else None,
+            rule=rule_for(self._sync_of_model, terms.version, adaptive, terms.begun) if ruled else None,
             on_rounds_change=self._on_rounds_change,
             rebuild=rebuild,
             on_left_out=self._on_left_out,
@@ -427,6 +427,8 @@ class Session:
         if self.terms.entry is not None:
             self._join(self.terms.entry)
             return
+        if self.terms.begun is not None and self.plane.leads:
+            self._on_rounds_change(self.terms.begun)
         self.meet("the first batch")
         self._seeds.begin_loop(self.applied)
         self._constraints.check(self.model)
@@ -442,7 +444,7 @@ class Session:
         self._clock.start()
         for steps in self.tasks.steps:
             steps.start()
-        if self._keep_copy is not None and not self.settings.synchronous:  # a resumed job
+        if self._keep_copy is not None and not self.settings.synchronous:
             self._keep_copy()
 
     def _share_weights(

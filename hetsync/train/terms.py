@@ -10,6 +10,7 @@ from hetsync.balance.profile import RankProfile
 from hetsync.sync.coordinator import Control
 from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import Evaluation, Marks, Milestones, no_marks
+from hetsync.sync.rounds_rule import RoundsChange
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
 
@@ -36,6 +37,7 @@ class Terms:
         version: Rounds completed before.
         shares: Shares to start with; None computes them from the profiles.
         settings: Settings to start with; None takes those of the recipe.
+        begun: Why these are others than the recipe's, where that was seen before the first slice.
         evaluations: Where the shared weights are evaluated while training goes on.
         entry: Of a rank that joins while the job runs; None where all begin together.
     """
@@ -49,6 +51,7 @@ class Terms:
     version: int = 0
     shares: tuple[int, ...] | None = None
     settings: Settings | None = None
+    begun: RoundsChange | None = None
     evaluations: Marks = no_marks
     entry: Entry | None = None
 

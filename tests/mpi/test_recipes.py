@@ -20,6 +20,7 @@ from hetsync.config.schema import (
     DataConfig,
     EarlyStopConfig,
     EmaConfig,
+    EmulationConfig,
     KeepBestConfig,
     ModelConfig,
     OptimizerConfig,
@@ -86,6 +87,31 @@ def test_the_summary_tells_what_sums_were_of_ddps(
         told = json.loads((folder / "summary.json").read_text())["bytes_of_ddp"]
         assert told == (pytest.approx(expected, rel=0.05) if plane.size > 1 else None)
     plane.barrier()
+
+
+@pytest.mark.parametrize("slices", [0.0, 12.0])
+def test_behind_a_link_that_is_seen_to_be_very_slow_a_job_begins_with_delay(
+    plane: Plane, folder: Path, slices: float
+) -> None:
+    """On all ranks, with weights to go back to, and goes on so where it is gone on with."""
+    if plane.rank == 0:
+        devices, link = f"[{{name: d, count: {plane.size}}}]", f"{{compute_fraction: {slices}}}"
+        told = {"name": "p", "source": "made up", "devices": devices, "link": link}
+        (folder / "p.yaml").write_text("".join(f"{key}: {value}\n" for key, value in told.items()))
+    plane.barrier()
+    emulation = EmulationConfig(str(folder / "p.yaml"), 2000.0)
+    first = replace(recipe(folder / "run", 0), sync=SyncConfig(), emulation=emulation)
+    begins = plane.size > 1 and slices > 0
+    for samples, resume in ((SAMPLES, False), (2 * SAMPLES, True)):
+        config = replace(first, run=replace(first.run, samples=samples))
+        running = train(plane, config, resume).job._running
+        session, kept = running.session, running._kept.positions
+        told = [(change.round, change.delay_bound, change.wire) for change in session.rounds_changes]
+        at_first = [each for each in told if each[0] == 0]
+        assert at_first == [(0, 4, "top64")] * (begins and not resume and plane.rank == 0)
+        assert plane.gather_objects(session.terms.settings.delay_bound) == [4 if begins else 0] * plane.size
+        assert (0 in kept) == (begins and not resume), kept
+        assert plane.gather_objects(session.applied) == [samples] * plane.size
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -393,6 +393,24 @@ def test_rounds_become_fewer_where_their_work_is_dear() -> None:
     assert again.rounds_changes == ruled.rounds_changes
 
 
+@pytest.mark.parametrize("slices", [1.9, 2.1])
+def test_behind_a_very_slow_link_a_job_begins_with_delay_and_with_shares_for_it(slices: float) -> None:
+    """A rank that is so slow has no part of a batch that all wait for."""
+    made = scenario([40.0, 20.0, 0.7], total=4000, delay_bound="auto", link=Link(compute_fraction=slices))
+    delayed = scenario([40.0, 20.0, 0.7], total=4000, delay_bound=4)
+    simulation = Simulation(made)
+    bound, shares = simulation.machine.settings.delay_bound, list(made.shares)
+    simulation.advance()
+    first = simulation.rounds_changes[0]
+    if slices < 2:
+        assert (bound, shares[-1]) == (0, 0)
+        assert first.round > 0
+    else:
+        assert (bound, shares) == (4, list(delayed.shares))
+        assert shares[-1] > 0
+        assert (first.round, first.delay_bound, first.waits) == (0, 4, pytest.approx(slices))
+
+
 def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
     slow = {"link": Link(compute_fraction=40.0), "delay_bound": 16, "quorum": 0.5, "grace": 0}
     ruled = finished([40.0, 20.0, 10.0], total=32_000, accumulation="auto", **slow)

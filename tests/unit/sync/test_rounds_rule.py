@@ -17,12 +17,14 @@ from hetsync.sync.rounds_rule import (
     GREATER_QUORUM,
     LASTING_WINDOWS,
     MOST_ACCUMULATION,
+    OVERWHELMING,
     RETRY_WINDOWS,
     SETTLING_TASKS,
     WINDOW_ROUNDS,
     WINDOW_TASKS,
     RoundsChange,
     RoundsRule,
+    begun_behind,
     found_before,
     rises_of,
     rule_for,
@@ -578,6 +580,47 @@ def test_where_ranks_have_changed_it_looks_back_soon():
     job.rule.restart(job.version)
     found = [job.window(no_waits_with_delay(job, 0.0)) for _ in range(CALM_WINDOWS)]
     assert [change and change.delay_bound for change in found] == [None] * (CALM_WINDOWS - 1) + [0]
+
+
+def test_what_a_look_back_costs_it_comes_so_much_later_for():
+    """A window in step behind a link of WAITS slices takes about as many times as long."""
+    job, slices = Job(sync=AUTO), 20.0
+    job.window(no_waits_with_delay(job, slices))
+    found = [job.window(no_waits_with_delay(job, slices)) for _ in range(int(4 * CALM_WINDOWS * slices))]
+    assert [place for place, change in enumerate(found) if change] == [len(found) - 1]
+    job.window(no_waits_with_delay(job, slices))
+    job.rule.restart(job.version)  # others, of whom nothing is known
+    found = [job.window(no_waits_with_delay(job, slices)) for _ in range(CALM_WINDOWS)]
+    assert found[-1].delay_bound == 0
+
+
+# Before the first round.
+
+
+@pytest.mark.parametrize("wire", ["auto", "float32", "int4"])
+def test_behind_a_link_that_is_seen_to_be_very_slow_a_job_begins_with_delay(wire):
+    sync = replace(AUTO, wire=wire)
+    begun = begun_behind(sync, sum_seconds=1.01 * OVERWHELMING, slice_seconds=1.0)
+    settings = begun.applied_to(settings_of(sync))
+    assert (settings.delay_bound, settings.wire) == (4, "top64" if wire == "auto" else wire)
+    assert (begun.round, begun.work, begun.waits) == (0, 0.0, 1.01 * OVERWHELMING)
+    assert found_before(sync, settings) == settings  # as a job that is gone on with has them
+    assert begun_behind(sync, sum_seconds=0.99 * OVERWHELMING, slice_seconds=1.0) is None
+
+
+@pytest.mark.parametrize("delay_bound", [0, 1, 4, None])
+def test_a_bound_by_hand_is_what_it_begins_with(delay_bound):
+    assert begun_behind(replace(AUTO, delay_bound=delay_bound), sum_seconds=1e9, slice_seconds=1.0) is None
+
+
+def test_that_the_link_was_slow_for_a_moment_a_look_back_shows():
+    """The longer it would have been, the later; and nothing is promised that a window could miss."""
+    begun = begun_behind(AUTO, sum_seconds=3.0, slice_seconds=1.0)
+    job = Job(sync=AUTO)
+    job.rule = rule_for(AUTO, begun=begun)
+    job.settings = begun.applied_to(job.settings)
+    found = [job.window(lambda k: (0.0, 0.0)) for _ in range(3 * CALM_WINDOWS + 20)]
+    assert [(place, change.delay_bound) for place, change in enumerate(found) if change] == [(3 * CALM_WINDOWS - 1, 0)]
 
 
 # The wire.
