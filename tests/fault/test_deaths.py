@@ -56,10 +56,20 @@ def killed(folder: Path, rank: int, *words: str, samples: int = SAMPLES) -> Done
 
 @pytest.mark.each_value(2)
 @pytest.mark.parametrize(
-    ("rank", "outer", "fragments", "grace"), [(0, "identity", 1, 1), (2, "nesterov", 1, 0), (0, "identity", 3, 1)]
+    ("rank", "outer", "fragments", "grace", "wire"),
+    [
+        (0, "identity", 1, 1, "int8"),
+        (2, "nesterov", 1, 0, "int2"),
+        (0, "identity", 3, 1, "top64"),
+        pytest.param(2, "identity", 3, 1, "float32", marks=pytest.mark.thorough),
+        pytest.param(2, "identity", 3, 1, "bfloat16", marks=pytest.mark.thorough),
+        pytest.param(0, "identity", 3, 1, "int4", marks=pytest.mark.thorough),
+    ],
 )
-def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: str, fragments: int, grace: int) -> None:
-    words = ["--fault.tolerate", "true", "--sync.delay_bound", "4", "--sync.outer.name", outer]
+def test_the_others_go_on_with_every_sample(
+    tmp_path: Path, rank: int, outer: str, fragments: int, grace: int, wire: str
+) -> None:
+    words = ["--fault.tolerate", "true", "--sync.delay_bound", "4", "--sync.outer.name", outer, "--sync.wire", wire]
     words += ["--sync.fragments", str(fragments), "--sync.grace", str(grace)]
     done = killed(tmp_path, rank, *words, "--run.evaluate_every", "1000")
     assert done.status == 0, done.story
@@ -69,7 +79,7 @@ def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: st
     assert summary["staleness"]["max"] <= 4
     assert (summary["status"], summary["ranks"], summary["ranks_at_start"]) == ("finished", 2, 3)
     assert sum(summary["shares"]) == 64, "B stays"
-    assert (summary["fragments"], summary["grace"]) == (fragments, grace)
+    assert (summary["fragments"], summary["grace"], summary["wire"]) == (fragments, grace, wire)
     books = json.loads(next((tmp_path / "run" / "checkpoints").glob("samples-*/state.json")).read_text())
     assert (books["progress"]["fragments"], books["progress"]["grace"]) == (fragments, grace)
     assert summary["shares"][rank] == 0
