@@ -249,7 +249,8 @@ class SyncConfig:
     Args:
         delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous). auto
             begins at 0, and is 4 where ranks would wait for each other or for rounds for more than delay costs, which
-            it looks at again from time to time. Where delay has lost training all go back to what they had before it,
+            it looks at again from time to time; between hosts it is 4 from the start where a sum is seen to take two
+            slices and more. Where delay has lost training all go back to what they had before it,
             and on at 0. It is 4 with a controller, by a plan that cuts the model, with an outer optimizer, and where
             `accumulation` is a number above 1.
         quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
@@ -275,8 +276,9 @@ class SyncConfig:
             int4 an eighth, int2 a sixteenth, top64 (of each 4,096 values the 64 largest) a 124th. The last three are
             for progress; gradients, at delay bound 0, go as int8 then. Rests travel as float32. auto is float32, and,
             at delay bound 1 and above, int8 where ranks wait for rounds, and top64 where they do so for longer than
-            they compute; where the link keeps all waiting twice as long as they compute, it comes as soon as delay
-            does. With a controller, by a plan that cuts the model, and for models of a few values it stays float32.
+            they compute; where the link keeps all waiting twice as long as they compute, or is seen to before the
+            first round, it comes as soon as delay does. With a controller, by a plan that cuts the model, and for
+            models of a few values it stays float32.
         fragments: Of the weights (1 to 64; 1 with an outer optimizer, or by a plan that cuts the model): in delayed
             mode each round sums one, in turn, and a rest all. Fewer bytes a round, and each weight is merged more
             seldom: staleness is that of contributions, whose other fragments follow in the rounds after. auto is 2 from

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -14,9 +14,10 @@ from hetsync.plane.base import Plane, PlaneError
 
 # Four values to 16 MiB: the smallest shows the latency, the largest the bandwidth.
 SIZES_BYTES = (16, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)
-# As a job begins: what a slow link is known by, and a fast one has done in no time.
-FIRST_SIZES_BYTES = (16, 64 * 1024)
-FIRST_SECONDS = 0.5
+
+# As a job begins: sums grow until one takes so long, or is of all weights. A fast link has done so in no time.
+FIRST_BYTES = 16 * 1024
+ENOUGH_SECONDS = 0.25
 
 MOST_REPETITIONS = 7
 CPU = torch.device("cpu")
@@ -30,7 +31,6 @@ def measure_interconnect(
     device: torch.device = CPU,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-    sizes_bytes: Sequence[int] = SIZES_BYTES,
 ) -> Link:
     """Latency and bandwidth of float32 allreduces over all ranks, of tensors on their `device`; collective, the same
     result everywhere.
@@ -45,12 +45,12 @@ def measure_interconnect(
     started = clock()
     sizes: list[int] = []
     seconds: list[float] = []
-    for size in sizes_bytes:
+    for size in SIZES_BYTES:
         values = torch.zeros(size // 4, dtype=torch.float32, device=device)
         first = _timed(plane, values, timeout_seconds, clock, sleep)
         left = budget_seconds - (clock() - started)
         # Rank 0 decides for all: ranks that count differently would post different collectives and hang.
-        repetitions = plane.broadcast_object(min(MOST_REPETITIONS, int(left / (len(sizes_bytes) * first))))
+        repetitions = plane.broadcast_object(min(MOST_REPETITIONS, int(left / (len(SIZES_BYTES) * first))))
         repeats = range(max(1, repetitions))
         times = [_timed(plane, values, timeout_seconds, clock, sleep) for _ in repeats]
         sizes.append(size)
@@ -61,6 +61,30 @@ def measure_interconnect(
     carried = 2 * (plane.size - 1) / plane.size
     bandwidth = carried / line.seconds_per_sample if line.seconds_per_sample > 0 else None
     return Link(line.fixed_seconds, bandwidth)
+
+
+def measure_sum(
+    plane: Plane,
+    n_bytes: int,
+    timeout_seconds: float = 60.0,
+    device: torch.device = CPU,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Seconds of one float32 sum of so many bytes, on ranks' `device`; collective, the same result everywhere.
+
+    Where that takes longer than a moment it is in proportion to a part of them that takes one: a small part would tell
+    of latency and jitter. Each size is the slowest rank's better of two, since noise only adds; the first opens
+    connections. PlaneError where a sum takes longer than `timeout_seconds`.
+    """
+    size = min(n_bytes, FIRST_BYTES)
+    while True:
+        values = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
+        best = min(_timed(plane, values, timeout_seconds, clock, sleep) for _ in range(2))
+        seconds = max(plane.gather_objects(best))
+        if size >= n_bytes or seconds >= ENOUGH_SECONDS:
+            return float(seconds * n_bytes / size)
+        size = min(n_bytes, 4 * size)
 
 
 def _timed(

@@ -13,8 +13,10 @@ from hetsync.balance.shares import choose_shares, makespan
 from hetsync.config.schema import SyncConfig, WireFormat
 from hetsync.emulation.cluster import Cluster, Link
 from hetsync.emulation.link import LinkTimes
+from hetsync.plane.wire import of_gradients
 from hetsync.simulate.polling import Runtime
 from hetsync.sync.gradients import make_buckets
+from hetsync.sync.messages import settings_of
 from hetsync.sync.milestones import Marks, Milestones, no_marks, rests_at
 from hetsync.sync.rounds_rule import RoundsChange, begun_behind
 from hetsync.sync.tail import shared_buffers, travelling_bytes, travelling_values
@@ -106,7 +108,9 @@ class Scenario:
     @cached_property
     def begun(self) -> RoundsChange | None:
         """Other settings to begin with, by what is seen of the link."""
-        return begun_behind(self.sync, self.link_seconds(self.traffic.values), self._slice_seconds)
+        seconds = self.link_seconds(self.traffic.values, of_gradients(self.sync.first_wire))
+        slices = seconds / self._slice_seconds if seconds else 0.0
+        return begun_behind(self.sync, settings_of(self.sync), slices)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:

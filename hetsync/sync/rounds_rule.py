@@ -17,6 +17,7 @@ Pure: no clock, and the simulator runs the same.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -77,6 +78,10 @@ class RoundsChange:
     work: float
     waits: float
     reason: str
+
+    @property
+    def sentence(self) -> str:
+        return f"from round {self.round} on: {self.reason}"
 
     @property
     def told(self) -> dict[str, Any]:
@@ -263,7 +268,7 @@ class RoundsRule:
         """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
         whether they need delay is looked at soon."""
         self._promised = self._wire = None
-        self._delayed, self._waits = 0, 0.0
+        self._delayed = 0
         self._trials.update((rise, Trials()) for rise in self._trials if rise.delays)
         self._settle(version)
 
@@ -395,19 +400,19 @@ def rule_for(
     return RoundsRule(rises, version, 0.0 if begun is None else begun.waits) if rises else None
 
 
-def begun_behind(sync: SyncConfig, sum_seconds: float, slice_seconds: float) -> RoundsChange | None:
-    """Before the first round: delay, and the wire of fewest bytes, where a sum of all weights in float32 is seen to
-    take so long that ranks would wait for longer than they compute, and the delay bound is by rule."""
+def begun_behind(sync: SyncConfig, settings: Settings, slices: float, version: int = 0) -> RoundsChange | None:
+    """Before the first round, or where a job is gone on with: delay, and the wire of fewest bytes, where a sum of all
+    gradients is seen to take as long as so many `slices` that ranks would wait for longer than they compute, and the
+    delay bound is by rule."""
     rises = rises_of(sync)
     delay = next((rise for rise in rises if rise.delays), None)
-    if delay is None or sum_seconds < OVERWHELMING * slice_seconds:
+    if delay is None or not OVERWHELMING <= slices < math.inf:
         return None
-    settings, wire = delay.made(settings_of(sync)), _fewest_bytes(rises)
-    new = settings if wire is None else wire.made(settings)
-    waits = sum_seconds / slice_seconds
+    new, wire = delay.made(settings), _fewest_bytes(rises)
+    new = new if wire is None else wire.made(new)
     ruled = {key: getattr(new, key) for key in RULED}
-    reason = f"a sum of all weights takes {waits:.0%} of a slice: {called(new)}"
-    return RoundsChange(round=0, work=0.0, waits=waits, reason=reason, **ruled)
+    reason = f"a sum of all weights takes as long as {slices:.3g} slices: {called(new)}"
+    return RoundsChange(round=version, work=0.0, waits=slices, reason=reason, **ruled)
 
 
 def found_before(sync: SyncConfig, settings: Settings) -> Settings:

@@ -21,9 +21,10 @@ from hetsync.errors import UserError, complain, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.launchers import write_status
 from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
-from hetsync.profiling.interconnect import FIRST_SECONDS, FIRST_SIZES_BYTES, measure_interconnect
+from hetsync.plane.wire import encoded_bytes, of_gradients
+from hetsync.profiling.interconnect import measure_sum
 from hetsync.stop_signal import StopSignal
-from hetsync.sync.messages import NO_BOUND
+from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.milestones import (
     CALL,
     CHECKPOINT,
@@ -301,19 +302,22 @@ class Running:
 
     def _make_session(self) -> Session:
         at, config = self.at, self.config
-        if self._welcome is None:
-            shares = ranks.first_shares(config, self.profiles, self.assignment, self._progress)
-        else:
-            shares = tuple(self._welcome.shares)
-        slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
+        in_step = ranks.first_shares(config, self.profiles, self.assignment, None)
+        slice_seconds = makespan(in_step, [profile.time for profile in self.profiles])
         injection = self._injection
         plane: Plane = self.plane if injection is None else injection.plane
         linked = behind_link(plane, at.cluster, travelling_bytes(self.model), slice_seconds)
         several = linked is not plane or len({profile.host for profile in self.profiles}) > 1
-        begun = self._begun_behind(linked, slice_seconds) if several else None
-        if begun is not None:
-            sync = replace(config.sync, delay_bound=begun.delay_bound)
-            shares = ranks.first_shares(replace(config, sync=sync), self.profiles, self.assignment, self._progress)
+        settings = first_settings(config, self._progress, trained_values(self.model))
+        begun = self._begun_behind(linked, settings, slice_seconds) if several else None
+        if self._welcome is not None:
+            shares = tuple(self._welcome.shares)
+        elif begun is None:
+            shares = ranks.first_shares(config, self.profiles, self.assignment, self._progress)
+        else:
+            settings = begun.applied_to(settings)
+            delayed = replace(config, sync=replace(config.sync, delay_bound=begun.delay_bound))
+            shares = ranks.first_shares(delayed, self.profiles, self.assignment, self._progress)
         session = Session(
             plane=linked,
             trained=Trained(
@@ -327,7 +331,7 @@ class Running:
             ),
             source=self.source,
             sync=config.sync,
-            terms=self._make_terms(shares, begun),
+            terms=self._make_terms(shares, settings, begun),
             device=self.timer if injection is None else InjectedDevice(self.timer, injection),
             telemetry=self.telemetry,
             timeout_seconds=config.run.timeout_seconds,
@@ -359,22 +363,22 @@ class Running:
             for function, marks in self.prepared.calls
         ]
 
-    def _begun_behind(self, plane: Plane, slice_seconds: float) -> RoundsChange | None:
-        """Collective, as a job begins that has a link between its ranks and a delay bound by rule: how slow is it?
-        Where ranks have not been measured they learn that in rounds; where they go on they have learnt it."""
-        sync = self.config.sync
-        begins = self._welcome is None and self._progress is None and self._is_measured and not self.finished
+    def _begun_behind(self, plane: Plane, settings: Settings, slice_seconds: float) -> RoundsChange | None:
+        """Collective, as a job begins or goes on that has a link between its ranks and a delay bound by rule: how slow
+        is it? Where ranks have not been measured they learn that in rounds."""
+        sync = self.config.sync.for_model(trained_values(self.model))
+        begins = self._welcome is None and self._is_measured and not self.finished
         ruled = sync.delay_bound == "auto" and self.config.control.name == "fixed" and self.assignment is None
-        if not (begins and ruled):
+        if not (begins and ruled and slice_seconds > 0):
             return None
-        timing = (FIRST_SECONDS, self.config.run.timeout_seconds)
-        link = measure_interconnect(plane, *timing, self._device, sizes_bytes=FIRST_SIZES_BYTES)
-        seconds = link.seconds(travelling_bytes(self.model), plane.size, slice_seconds)
-        return begun_behind(sync.for_model(trained_values(self.model)), seconds, slice_seconds)
+        n_bytes, wire = travelling_bytes(self.model), of_gradients(sync.first_wire)
+        travels = n_bytes if wire == "float32" else encoded_bytes(n_bytes // 4, wire)
+        seconds = measure_sum(plane, travels, self.config.run.timeout_seconds, self._device)
+        version = self._progress.version if self._progress else 0
+        return begun_behind(sync, settings, plane.broadcast_object(seconds / slice_seconds), version)
 
-    def _make_terms(self, shares: tuple[int, ...], begun: RoundsChange | None) -> Terms:
+    def _make_terms(self, shares: tuple[int, ...], settings: Settings, begun: RoundsChange | None) -> Terms:
         run, progress = self.config.run, self._progress
-        settings = first_settings(self.config, progress, trained_values(self.model))
         rests: dict[str, Marks] = {CHECKPOINT: self._checkpoints}
         if self.prepared.interval_samples is not None:
             rests[EPOCH] = marks_every(self.prepared.interval_samples, self.total)
@@ -388,7 +392,7 @@ class Running:
             applied=progress.samples_applied if progress else self.prepared.first_sample,
             version=progress.version if progress else 0,
             shares=shares,
-            settings=settings if begun is None else begun.applied_to(settings),
+            settings=settings,
             begun=begun,
             evaluations=marks_every(self.prepared.evaluation[0] if self.prepared.evaluation else None, self.total),
             entry=None if self._welcome is None else self._welcome.entry,
@@ -443,6 +447,8 @@ class Running:
         if self.plane.size > 1:
             self.telling.say(self.plane.described)
         self.telling.ranks()
+        if self.session.terms.begun is not None:
+            self.telling.say(self.session.terms.begun.sentence)
         if self.assignment is not None:
             self.telling.say(predicted(self.assignment))
 

@@ -427,8 +427,10 @@ class Session:
         if self.terms.entry is not None:
             self._join(self.terms.entry)
             return
-        if self.terms.begun is not None and self.plane.leads:
-            self._on_rounds_change(self.terms.begun)
+        if self.terms.begun is not None:  # all know of it, who may be the first one day
+            self.rounds_changes.append(self.terms.begun)
+            if self.plane.leads:
+                self.record("rounds_change", **self.terms.begun.told)
         self.meet("the first batch")
         self._seeds.begin_loop(self.applied)
         self._constraints.check(self.model)

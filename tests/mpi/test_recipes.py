@@ -107,8 +107,8 @@ def test_behind_a_link_that_is_seen_to_be_very_slow_a_job_begins_with_delay(
         running = train(plane, config, resume).job._running
         session, kept = running.session, running._kept.positions
         told = [(change.round, change.delay_bound, change.wire) for change in session.rounds_changes]
-        at_first = [each for each in told if each[0] == 0]
-        assert at_first == [(0, 4, "top64")] * (begins and not resume and plane.rank == 0)
+        at_first = [each for each in told if each[0] == session.terms.version]
+        assert at_first == [(session.terms.version, 4, "top64")] * begins
         assert plane.gather_objects(session.terms.settings.delay_bound) == [4 if begins else 0] * plane.size
         assert (0 in kept) == (begins and not resume), kept
         assert plane.gather_objects(session.applied) == [samples] * plane.size

@@ -37,7 +37,14 @@ from hetsync.profiling.device import (
     memory_cap,
     profile_step,
 )
-from hetsync.profiling.interconnect import SIZES_BYTES, measure_interconnect
+from hetsync.profiling.interconnect import (
+    ENOUGH_SECONDS,
+    FIRST_BYTES,
+    SIZES_BYTES,
+    WAIT_SECONDS,
+    measure_interconnect,
+    measure_sum,
+)
 from hetsync.profiling.measure import (
     Place,
     Subject,
@@ -521,6 +528,34 @@ def test_a_slow_interconnect_does_not_take_all_day():
     assert plane.sizes == [size for size in SIZES_BYTES[:2] for _ in range(2)]
     assert link.bytes_per_second == pytest.approx(1e6, rel=0.05)
     assert time.now < 5
+
+
+@pytest.mark.parametrize("n_bytes", [4, 2600, 150_000, 100_000_000])
+@pytest.mark.parametrize("link", [Link(1e-3, 1e9), Link(1e-4, 1e6), Link(1.0, 1e6)], ids=["fast", "slow", "far"])
+def test_a_sum_is_timed_by_parts_of_it_that_take_a_moment(n_bytes, link):
+    """And none is larger than it, nor timed for longer than it tells something."""
+    time = Time()
+    plane = RingPlane(time, link.latency_seconds, link.bytes_per_second)
+    seconds = measure_sum(plane, n_bytes, clock=time.clock, sleep=time.sleep)
+    if link.latency_seconds < 1 or n_bytes <= FIRST_BYTES:  # or latency counts as often as there are parts
+        assert seconds == pytest.approx(link.seconds(n_bytes, 4, 0.0), rel=0.1, abs=WAIT_SECONDS)
+    assert max(plane.sizes) <= n_bytes
+    assert time.now < max(2 * 4 * ENOUGH_SECONDS * 4 / 3, 2 * link.seconds(min(n_bytes, FIRST_BYTES), 4, 0.0) + 0.1)
+
+
+def test_noise_of_a_sum_only_adds():
+    time, slow = Time(), iter([5.0, 0.0, 0.0, 5.0, *[0.0] * 100])  # at first connections are opened
+    plane = RingPlane(time, 1e-3, 1e9)
+    allreduce = plane.allreduce
+
+    def late(values):
+        handle = allreduce(values)
+        handle.due += next(slow)
+        return handle
+
+    plane.allreduce = late
+    seconds = measure_sum(plane, 100_000_000, clock=time.clock, sleep=time.sleep)
+    assert seconds == pytest.approx(0.151, rel=0.1)
 
 
 def test_a_dead_interconnect_is_an_error_in_bounded_time():

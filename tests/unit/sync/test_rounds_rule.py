@@ -589,9 +589,9 @@ def test_what_a_look_back_costs_it_comes_so_much_later_for():
     found = [job.window(no_waits_with_delay(job, slices)) for _ in range(int(4 * CALM_WINDOWS * slices))]
     assert [place for place, change in enumerate(found) if change] == [len(found) - 1]
     job.window(no_waits_with_delay(job, slices))
-    job.rule.restart(job.version)  # others, of whom nothing is known
-    found = [job.window(no_waits_with_delay(job, slices)) for _ in range(CALM_WINDOWS)]
-    assert found[-1].delay_bound == 0
+    job.rule.restart(job.version)  # others are here, behind the same link
+    found = [job.window(no_waits_with_delay(job, slices)) for _ in range(int(CALM_WINDOWS * slices))]
+    assert [place for place, change in enumerate(found) if change] == [len(found) - 1]
 
 
 # Before the first round.
@@ -600,22 +600,34 @@ def test_what_a_look_back_costs_it_comes_so_much_later_for():
 @pytest.mark.parametrize("wire", ["auto", "float32", "int4"])
 def test_behind_a_link_that_is_seen_to_be_very_slow_a_job_begins_with_delay(wire):
     sync = replace(AUTO, wire=wire)
-    begun = begun_behind(sync, sum_seconds=1.01 * OVERWHELMING, slice_seconds=1.0)
-    settings = begun.applied_to(settings_of(sync))
+    first = settings_of(sync)
+    begun = begun_behind(sync, first, 1.01 * OVERWHELMING)
+    settings = begun.applied_to(first)
     assert (settings.delay_bound, settings.wire) == (4, "top64" if wire == "auto" else wire)
     assert (begun.round, begun.work, begun.waits) == (0, 0.0, 1.01 * OVERWHELMING)
-    assert found_before(sync, settings) == settings  # as a job that is gone on with has them
-    assert begun_behind(sync, sum_seconds=0.99 * OVERWHELMING, slice_seconds=1.0) is None
+    assert begun.sentence.startswith("from round 0 on: a sum of all weights takes as long as 2.02 slices: D = 4, K = 1")
+    assert begun_behind(sync, first, 0.99 * OVERWHELMING) is None
+    # As a job that is gone on with has them; it knows of the link as before.
+    assert found_before(sync, settings) == settings
+    again = begun_behind(sync, replace(settings, quorum=0.5), 10.0, version=7)
+    assert again.applied_to(first) == replace(settings, quorum=0.5)
+    assert (again.round, again.waits) == (7, 10.0)
+
+
+@pytest.mark.parametrize("slices", [float("nan"), float("inf"), 0.0, -1.0])
+def test_what_is_no_time_is_no_reason(slices):
+    assert begun_behind(AUTO, settings_of(AUTO), slices) is None
 
 
 @pytest.mark.parametrize("delay_bound", [0, 1, 4, None])
 def test_a_bound_by_hand_is_what_it_begins_with(delay_bound):
-    assert begun_behind(replace(AUTO, delay_bound=delay_bound), sum_seconds=1e9, slice_seconds=1.0) is None
+    sync = replace(AUTO, delay_bound=delay_bound)
+    assert begun_behind(sync, settings_of(sync), 1e9) is None
 
 
 def test_that_the_link_was_slow_for_a_moment_a_look_back_shows():
     """The longer it would have been, the later; and nothing is promised that a window could miss."""
-    begun = begun_behind(AUTO, sum_seconds=3.0, slice_seconds=1.0)
+    begun = begun_behind(AUTO, settings_of(AUTO), 3.0)
     job = Job(sync=AUTO)
     job.rule = rule_for(AUTO, begun=begun)
     job.settings = begun.applied_to(job.settings)
