@@ -73,18 +73,20 @@ def measure_sum(
 ) -> float:
     """Seconds of one float32 sum of so many bytes, on ranks' `device`; collective, the same result everywhere.
 
-    Where that takes longer than a moment it is in proportion to a part of them that takes one: a small part would tell
-    of latency and jitter. Each size is the slowest rank's better of two, since noise only adds; the first opens
-    connections. PlaneError where a sum takes longer than `timeout_seconds`.
+    Where that takes longer than a moment it follows from a part of them that takes one, and from one value, which shows
+    the latency: a small part would tell of jitter. Each size is the slowest rank's better of two, since noise only
+    adds; the first opens connections. PlaneError where a sum takes longer than `timeout_seconds`.
     """
-    size = min(n_bytes, FIRST_BYTES)
-    while True:
+
+    def seconds_of(size: int) -> float:
         values = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
         best = min(_timed(plane, values, timeout_seconds, clock, sleep) for _ in range(2))
-        seconds = max(plane.gather_objects(best))
-        if size >= n_bytes or seconds >= ENOUGH_SECONDS:
-            return float(seconds * n_bytes / size)
+        return float(max(plane.gather_objects(best)))
+
+    latency, size = seconds_of(0), min(n_bytes, FIRST_BYTES)
+    while (seconds := seconds_of(size)) - latency < ENOUGH_SECONDS and size < n_bytes:
         size = min(n_bytes, 4 * size)
+    return latency + max(0.0, seconds - latency) * n_bytes / size
 
 
 def _timed(

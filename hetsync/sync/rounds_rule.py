@@ -45,6 +45,8 @@ FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target by four in place of two; 
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
 DOUBLING_COSTS = 0.2  # of a slice, by K = 2; 4 must save twice that
 KEPT = 0.5  # of what a rise promised, or it is taken back
+MOST_PATIENCE = 32.0  # of looks back: what devices compute, over which ranks would wait so many times as long
+PATIENCE_WITH_OTHERS = 4.0  # once ranks have changed
 RETRY_WINDOWS = 32  # before it is tried again; four times as many after each refusal
 LOWER_AT = 0.25  # of what raised it: where it would not be raised again at once
 CALM_WINDOWS = 8  # in a row before rounds become more; four times as many after each raise, so that it does not swing
@@ -268,7 +270,7 @@ class RoundsRule:
         """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
         whether they need delay is looked at soon."""
         self._promised = self._wire = None
-        self._delayed = 0
+        self._delayed, self._waits = 0, min(self._waits, PATIENCE_WITH_OTHERS)
         self._trials.update((rise, Trials()) for rise in self._trials if rise.delays)
         self._settle(version)
 
@@ -375,7 +377,8 @@ class RoundsRule:
             self._delayed = 0
             return False
         self._delayed += 1
-        return self._delayed >= CALM_WINDOWS * 4 ** self._trials[delay].made * max(1.0, self._waits)
+        patience = min(max(1.0, self._waits), MOST_PATIENCE)
+        return self._delayed >= CALM_WINDOWS * 4 ** self._trials[delay].made * patience
 
     def _calmed(self, settings: Settings, overhead: float) -> Settings:
         """With the last rise taken back, where it has long been of little use."""

@@ -38,7 +38,7 @@ from hetsync.sync.milestones import (
     rests_for,
 )
 from hetsync.sync.rounds_rule import RoundsChange, begun_behind
-from hetsync.sync.tail import trained_values, travelling_bytes
+from hetsync.sync.tail import trained_values, travelling_bytes, travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint, ranks
 from hetsync.train.alike import Description, settings_described
@@ -302,8 +302,10 @@ class Running:
 
     def _make_session(self) -> Session:
         at, config = self.at, self.config
-        in_step = ranks.first_shares(config, self.profiles, self.assignment, None)
-        slice_seconds = makespan(in_step, [profile.time for profile in self.profiles])
+        # An emulated link is as fast as it was before a resume, whatever shares have become.
+        before = None if at.cluster is not None else self._progress
+        by_recipe = ranks.first_shares(config, self.profiles, self.assignment, before)
+        slice_seconds = makespan(by_recipe, [profile.time for profile in self.profiles])
         injection = self._injection
         plane: Plane = self.plane if injection is None else injection.plane
         linked = behind_link(plane, at.cluster, travelling_bytes(self.model), slice_seconds)
@@ -364,16 +366,20 @@ class Running:
         ]
 
     def _begun_behind(self, plane: Plane, settings: Settings, slice_seconds: float) -> RoundsChange | None:
-        """Collective, as a job begins or goes on that has a link between its ranks and a delay bound by rule: how slow
-        is it? Where ranks have not been measured they learn that in rounds."""
+        """Collective, as a job begins that has a link between its ranks and a delay bound by rule, or goes on with
+        delay: how slow is it? Where ranks have not been measured they learn that in rounds, and so they do where they
+        had none, as it may have lost training."""
         sync = self.config.sync.for_model(trained_values(self.model))
-        begins = self._welcome is None and self._is_measured and not self.finished
+        goes_on = self._progress is None or not settings.synchronous
+        begins = goes_on and self._welcome is None and self._is_measured and not self.finished
         ruled = sync.delay_bound == "auto" and self.config.control.name == "fixed" and self.assignment is None
         if not (begins and ruled and slice_seconds > 0):
             return None
-        n_bytes, wire = travelling_bytes(self.model), of_gradients(sync.first_wire)
-        travels = n_bytes if wire == "float32" else encoded_bytes(n_bytes // 4, wire)
-        seconds = measure_sum(plane, travels, self.config.run.timeout_seconds, self._device)
+        wire, n_bytes = of_gradients(sync.first_wire), travelling_bytes(self.model)
+        if wire != "float32":
+            n_bytes = encoded_bytes(travelling_values(self.model), wire)
+        n_bytes = plane.broadcast_object(n_bytes)
+        seconds = measure_sum(plane, n_bytes, self.config.run.timeout_seconds, self._device)
         version = self._progress.version if self._progress else 0
         return begun_behind(sync, settings, plane.broadcast_object(seconds / slice_seconds), version)
 

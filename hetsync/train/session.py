@@ -144,7 +144,7 @@ class Session:
         self.terms = terms
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on the first rank, where there is one
-        self.rounds_changes: list[RoundsChange] = []  # on rank 0, by rule
+        self.rounds_changes: list[RoundsChange] = []  # by rule, on rank 0; how the job has begun on all
         self.deaths: list[tuple[Death, float]] = []  # and the seconds of training before each
         self.damages: list[Damage] = []  # of messages, that all have gone on after
         self.outer = make_outer(sync, terms.batch_size)

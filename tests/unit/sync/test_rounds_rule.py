@@ -17,7 +17,9 @@ from hetsync.sync.rounds_rule import (
     GREATER_QUORUM,
     LASTING_WINDOWS,
     MOST_ACCUMULATION,
+    MOST_PATIENCE,
     OVERWHELMING,
+    PATIENCE_WITH_OTHERS,
     RETRY_WINDOWS,
     SETTLING_TASKS,
     WINDOW_ROUNDS,
@@ -589,8 +591,16 @@ def test_what_a_look_back_costs_it_comes_so_much_later_for():
     found = [job.window(no_waits_with_delay(job, slices)) for _ in range(int(4 * CALM_WINDOWS * slices))]
     assert [place for place, change in enumerate(found) if change] == [len(found) - 1]
     job.window(no_waits_with_delay(job, slices))
-    job.rule.restart(job.version)  # others are here, behind the same link
-    found = [job.window(no_waits_with_delay(job, slices)) for _ in range(int(CALM_WINDOWS * slices))]
+    job.rule.restart(job.version)  # others are here, behind the same link or another
+    found = [job.window(no_waits_with_delay(job, slices)) for _ in range(int(CALM_WINDOWS * PATIENCE_WITH_OTHERS))]
+    assert [place for place, change in enumerate(found) if change] == [len(found) - 1]
+
+
+def test_but_no_link_is_so_slow_that_it_is_never_looked_at_again():
+    job = Job(sync=AUTO)
+    job.rule = rule_for(AUTO, begun=begun_behind(AUTO, job.settings, 1e9))
+    job.settings = replace(job.settings, delay_bound=4)
+    found = [job.window(lambda k: (0.0, 0.0)) for _ in range(int(CALM_WINDOWS * MOST_PATIENCE))]
     assert [place for place, change in enumerate(found) if change] == [len(found) - 1]
 
 
