@@ -30,14 +30,14 @@ SAVE_EVERY = 256  # samples, four batches
 TRAIN = ["--run.samples", str(SAMPLES), "--run.profile_seconds", "0.3", "--run.dir", "run"]
 
 
-def _refused(base: Path) -> str | None:
+def _refused(base: Path, rate: str = RATE) -> str | None:
     """Why this machine has no such hosts; None where it made them."""
     missing = [name for name in ("ip", "tc", "nsenter", "unshare", "mpirun") if not shutil.which(name)]
     if missing:
         return f"not installed here: {', '.join(missing)}"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    done = subprocess.run([LAB, "up", base, "2", RATE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([LAB, "up", base, "2", rate], capture_output=True, text=True, timeout=60)
     return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -94,6 +94,22 @@ def test_a_job_under_torchrun_spans_both(lab: Path, tmp_path: Path) -> None:
         _ended(on(0), tmp_path)
         assert finished(other).status == 0
     _check(lab, tmp_path, before, "Gloo")
+
+
+@pytest.mark.parametrize("plane", ["mpi", pytest.param("torch", marks=pytest.mark.thorough)], ids=["MPI", "Gloo"])
+def test_behind_a_very_slow_link_a_job_begins_with_delay(tmp_path: Path, plane: str) -> None:
+    """A sum of its weights takes 0.15 s, and a slice some milliseconds."""
+    reason = _refused(tmp_path, "8mbit")
+    if reason:
+        pytest.skip(reason)
+    try:
+        words = [str(tmp_path / "mpirun"), "-np", "2", program("hetsync-train"), *TRAIN, "--run.plane", plane]
+        done = _ended(words, tmp_path)
+    finally:
+        subprocess.run([LAB, "down", tmp_path], check=True, timeout=60)
+    first = summary_of(tmp_path / "run")["rounds_changes"][0]
+    assert (first["round"], first["delay_bound"], first["wire"]) == (0, 4, "top64")
+    assert f"from round 0 on: {first['reason']}" in done.out
 
 
 def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
